@@ -1,0 +1,181 @@
+"""The LLaMA that the paper trains (Section 5, Appendix D), as functions of a nested dict of arrays.
+
+    h = embedding[x];   for each block:  h += Wo attention(norm(h)),  h += Wdown gelu(Wup norm(h));   z = norm(h) head
+
+The per-layer matrices are stacked on a leading axis L; a weight is (in, out). The logits z are never held for a whole
+batch: the head and the loss see `head_chunk` tokens at a time.
+
+Axes: B sequences, T positions, D model width, H heads, G key-value heads, K width of a head, F MLP width, V vocabulary,
+L layers.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from attention import attention
+
+
+@dataclass(frozen=True)
+class Config:
+    """The network. Raises ValueError where the sizes do not fit together."""
+
+    vocab_size: int = 32_000  # ids in the vocabulary, V; 0 = as many as the tokenizer has
+    context: int = 1024  # positions in a sequence, T
+    d_model: int = 512  # width of the residual stream, D
+    d_ff: int = 2048  # width of the MLP, F
+    n_layers: int = 4  # blocks, L
+    n_heads: int = 8  # attention heads, H; each is d_model / n_heads wide
+    n_kv_heads: int = 8  # key-value heads, G; fewer than n_heads = grouped-query attention
+    mlp: str = "gelu"  # gelu (two matrices, tanh form) | swiglu (three, gated: the textbook LLaMA)
+    qk_norm: bool = True  # LayerNorm on queries and keys before the rotation; false = the textbook LLaMA
+    dtype: str = "float32"  # float32 | bfloat16: what matrix products round their inputs to; all else is float32
+    head_chunk: int = 4096  # tokens at most whose logits are held at a time: lower it when memory runs out
+
+    def __post_init__(self):
+        for name in ("context", "d_model", "d_ff", "n_layers", "n_heads", "n_kv_heads", "head_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.d_model % self.n_heads or self.d_model // self.n_heads % 2:
+            raise ValueError(f"d_model {self.d_model} over n_heads {self.n_heads} must be an even whole number")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_heads {self.n_heads} must be a multiple of n_kv_heads {self.n_kv_heads}")
+        for name, valid in (("mlp", ("gelu", "swiglu")), ("dtype", ("float32", "bfloat16"))):
+            if getattr(self, name) not in valid:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; valid: {', '.join(valid)}")
+
+
+PRESETS = {  # Appendix D; `tiny` is for a CPU
+    "tiny": Config(context=128, d_model=64, d_ff=256, n_layers=2, n_heads=4, n_kv_heads=4),
+    "45m": Config(),
+    "150m": Config(d_model=768, d_ff=3072, n_layers=12, n_heads=16, n_kv_heads=16),
+}
+
+MATRICES = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")  # of a block, [L, in, out]; its others are norms
+
+
+def init(config, key):
+    """Random parameters, float32: embedding with std 1, matrices with std 1/sqrt(in), norms at one, biases at zero."""
+    V, D, F, L = config.vocab_size, config.d_model, config.d_ff, config.n_layers
+    kv = config.n_kv_heads * D // config.n_heads
+    matrices = {"wq": (D, D), "wk": (D, kv), "wv": (D, kv), "wo": (D, D), "w_up": (D, F), "w_down": (F, D)}
+    if config.mlp == "swiglu":
+        matrices["w_gate"] = (D, F)
+    keys = iter(jax.random.split(key, 2 + len(matrices)))
+    blocks = {name: jax.random.normal(next(keys), (L, *s)) / s[0] ** 0.5 for name, s in matrices.items()}
+    blocks |= {"attention_norm": jnp.ones((L, D)), "mlp_norm": jnp.ones((L, D))}
+    if config.qk_norm:
+        blocks |= {"q_scale": jnp.ones((L, D)), "q_bias": jnp.zeros((L, D))}
+        blocks |= {"k_scale": jnp.ones((L, kv)), "k_bias": jnp.zeros((L, kv))}
+    embedding, head = jax.random.normal(next(keys), (V, D)), jax.random.normal(next(keys), (D, V)) / D**0.5
+    return {"embedding": embedding, "blocks": blocks, "final_norm": jnp.ones(D), "head": head}
+
+
+def size(config):
+    """How many parameters the model has."""
+    return sum(a.size for a in jax.tree.leaves(jax.eval_shape(partial(init, config), jax.random.key(0))))
+
+
+def rms_norm(x, scale):
+    """x / rms(x) * scale, over the last axis of x [B, T, D]; scale [D]."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * scale[None, None]
+
+
+def layer_norm(x, scale, bias):
+    """(x - mean) / std * scale + bias, over the last axis of x [B, T, D]; scale and bias [D]."""
+    return rms_norm(x - jnp.mean(x, axis=-1, keepdims=True), scale) + bias[None, None]
+
+
+def rotate(x):
+    """Rotary positions (base 10,000) on [B, T, H, K]: pair (i, i + K/2) at position t turns by t / 10000^(2i/K)."""
+    T, K = x.shape[1], x.shape[3]
+    angle = jnp.arange(T)[:, None] / 10_000.0 ** (jnp.arange(0, K, 2)[None] / K)  # [T, K/2]
+    cos, sin = (f(angle)[None, :, None].astype(x.dtype) for f in (jnp.cos, jnp.sin))
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
+def matmul(config, x, w):
+    """x @ w; with dtype bfloat16 inputs and output are rounded to it, and the result is float32 again."""
+    if config.dtype == "bfloat16":
+        return (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)
+    return x @ w
+
+
+def embed(params, x):
+    """int32 ids [B, T] -> [B, T, D]."""
+    return params["embedding"][x]
+
+
+def block(config, p, h):
+    """One transformer block, parameters p without the axis L: [B, T, D] -> [B, T, D]."""
+    B, T, _ = h.shape
+    a = rms_norm(h, p["attention_norm"])
+    q, k, v = (matmul(config, a, p[name]) for name in ("wq", "wk", "wv"))  # [B, T, H K], [B, T, G K], [B, T, G K]
+    if config.qk_norm:
+        q, k = layer_norm(q, p["q_scale"], p["q_bias"]), layer_norm(k, p["k_scale"], p["k_bias"])
+    q, k, v = (s.reshape(B, T, -1, config.d_model // config.n_heads) for s in (q, k, v))
+    q, k = rotate(q), rotate(k)
+    if config.dtype == "bfloat16":
+        q, k, v = (s.astype(jnp.bfloat16) for s in (q, k, v))
+    h = h + matmul(config, attention(q, k, v).reshape(B, T, -1), p["wo"])
+    m = rms_norm(h, p["mlp_norm"])
+    up = matmul(config, m, p["w_up"])  # [B, T, F]
+    up = jax.nn.gelu(up) if config.mlp == "gelu" else jax.nn.silu(matmul(config, m, p["w_gate"])) * up
+    return h + matmul(config, up, p["w_down"])
+
+
+def hidden(config, params, x):
+    """int32 ids [B, T] -> what the head reads, [B, T, D]: everything below the head, final norm included."""
+    h = embed(params, x)
+    for p in zip(*(jnp.unstack(a) for a in params["blocks"].values()), strict=True):
+        h = block(config, dict(zip(params["blocks"], p, strict=True)), h)
+    return rms_norm(h, params["final_norm"])
+
+
+def head(config, h, w):
+    """Logits: [.., D], [D, V] -> [.., V]."""
+    return matmul(config, h, w)
+
+
+def cross_entropy(z, y):
+    """-log softmax(z)[y], summed over tokens (nats). z: [c, V] logits; y: int32 [c]."""
+    at_label = jnp.where(y[:, None] == jnp.arange(z.shape[-1])[None], z, 0)  # no gather: this fuses in every derivative
+    return jnp.sum(jax.nn.logsumexp(z, axis=-1) - jnp.sum(at_label, axis=-1))
+
+
+def scan_tokens(config, f, carry, *arrays):
+    """lax.scan of f over the tokens of arrays [B, T, ..], at most `head_chunk` of them at a time.
+
+    f(carry, chunk) -> (carry, out), chunk a tuple of [c, ..]. Returns the last carry and the outs as [B T, ..].
+    """
+    tokens = arrays[0].shape[0] * arrays[0].shape[1]
+    chunks = next(n for n in range(-(-tokens // config.head_chunk), tokens + 1) if tokens % n == 0)
+    carry, out = jax.lax.scan(f, carry, tuple(a.reshape(chunks, -1, *a.shape[2:]) for a in arrays))
+    return carry, jax.tree.map(lambda a: a.reshape(tokens, *a.shape[2:]), out)
+
+
+def loss(config, params, tokens):
+    """Mean cross-entropy (nats a token) of predicting tokens[:, 1:] from the ids before; tokens: int32 [B, T+1]."""
+    x, y = tokens[:, :-1], tokens[:, 1:]
+    add = lambda total, part: (total + cross_entropy(head(config, part[0], params["head"]), part[1]), None)
+    h = hidden(config, params, x)
+    return scan_tokens(config, add, jnp.zeros((), h.dtype), h, y)[0] / y.size
+
+
+def value_and_grad(config, params, tokens):
+    """`loss` and its gradient, the logits a chunk at a time; tokens: int32 [B, T+1]."""
+    x, y = tokens[:, :-1], tokens[:, 1:]
+    h, pull = jax.vjp(lambda p: hidden(config, p, x), params)
+
+    def chunk(carry, part):  # part: h [c, D], y [c]
+        f = lambda h, w: cross_entropy(head(config, h, w), part[1])
+        value, (h_bar, w_bar) = jax.value_and_grad(f, (0, 1))(part[0], params["head"])
+        return (carry[0] + value, carry[1] + w_bar), h_bar
+
+    start = (jnp.zeros((), h.dtype), jnp.zeros_like(params["head"]))
+    (total, w_bar), h_bar = scan_tokens(config, chunk, start, h, y)
+    (grad,) = pull(h_bar.reshape(h.shape))
+    return total / y.size, jax.tree.map(lambda a: a / y.size, {**grad, "head": w_bar})

@@ -1,0 +1,169 @@
+"""AdamW against a loop in NumPy, Muon against its definition, accumulation against one large batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TOY, VARIANTS, assert_same, random_params, random_tokens
+
+import baselines
+import model
+
+TWELVE = model.Config(vocab_size=7, context=4, d_model=8, d_ff=8, n_layers=12, n_heads=2, n_kv_heads=2)
+
+
+def config_of(cls, **changes):
+    return cls(**{"model": TOY, "inner_steps": 3, "outer_steps": 4} | changes)
+
+
+@pytest.mark.parametrize("network", [*VARIANTS.values(), TWELVE], ids=[*VARIANTS, "twelve layers"])
+def test_every_parameter_is_in_exactly_one_group(network):
+    """The optimizer's own state says so: each parameter has moments in Muon or in Adam, never in both or neither."""
+    params = model.init(network, jax.random.key(0))
+    state = baselines.muon(0.1, 0.95, 0.0, 1.0).init(params).inner_states
+    held = {name: {p for p, _ in jax.tree_util.tree_leaves_with_path(group)} for name, group in state.items()}
+    where = {name: sorted(set(jax.tree_util.keystr(p) for p in held[name])) for name in held}
+    for path, a in jax.tree_util.tree_leaves_with_path(params):
+        key = jax.tree_util.keystr(path)
+        moments = {
+            name: sum(k.endswith(key) and (".mu" in k or ".nu" in k) for k in keys) for name, keys in where.items()
+        }
+        matrix = a.ndim == 3
+        assert moments == ({"muon": 1, "adamw": 0} if matrix else {"muon": 0, "adamw": 2}), key
+
+
+@pytest.mark.parametrize("cls", [baselines.AdamW, baselines.Muon])
+def test_accumulated_batches_are_one_large_batch(cls, float64):
+    """k inner batches give the loss and the step of one batch k times as large."""
+    params, tokens = random_params(TOY), random_tokens(TOY, 6)
+    parts = np.split(tokens, 3)
+    many, one = config_of(cls), config_of(cls, inner_steps=1)
+    a, ma = baselines.update(baselines.init(params, many), lambda k: parts[k], None, many)
+    b, mb = baselines.update(baselines.init(params, one), lambda k: tokens, None, one)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-8, atol=1e-11), a, b)
+    np.testing.assert_allclose(ma["train_loss"], mb["train_loss"], rtol=1e-12)
+
+
+def test_adamw_is_the_loop_in_numpy(float64):
+    """θ -= lr (m̂ / (sqrt(v̂) + ε) + w θ), w on matrices only, over three steps whose gradient is clipped as a whole."""
+    params = random_params(TOY)
+    config = config_of(baselines.AdamW, inner_steps=1, lr=0.01, weight_decay=0.1, b1=0.8, b2=0.9, clip=0.5)
+    state = baselines.init(params, config)
+    theta = {jax.tree_util.keystr(p): np.array(a) for p, a in jax.tree_util.tree_leaves_with_path(params)}
+    m, v = ({name: np.zeros_like(a) for name, a in theta.items()} for _ in range(2))
+    for t in range(3):
+        tokens = random_tokens(TOY, 4, t)
+        grad = model.value_and_grad(TOY, state.params, tokens)[1]
+        grad = {jax.tree_util.keystr(p): np.array(a) for p, a in jax.tree_util.tree_leaves_with_path(grad)}
+        norm = np.sqrt(sum((g**2).sum() for g in grad.values()))
+        assert norm > 0.5
+        lr = 0.01 * (1 + np.cos(np.pi * t / 4)) / 2
+        for name, g in grad.items():
+            g = g * 0.5 / norm
+            m[name] = 0.8 * m[name] + 0.2 * g
+            v[name] = 0.9 * v[name] + 0.1 * g**2
+            step = m[name] / (1 - 0.8 ** (t + 1)) / (np.sqrt(v[name] / (1 - 0.9 ** (t + 1))) + 1e-8)
+            decay = 0.1 if any(f"'{w}'" in name for w in (*model.MATRICES, "embedding", "head")) else 0.0
+            theta[name] = theta[name] - lr * (step + decay * theta[name])
+        state, _ = baselines.update(state, lambda k: tokens, None, config)  # noqa: B023
+    for p, a in jax.tree_util.tree_leaves_with_path(state.params):
+        np.testing.assert_allclose(a, theta[jax.tree_util.keystr(p)], rtol=1e-6, atol=1e-8)
+
+
+def newton_schulz(m):
+    """Five steps of X <- a X + (b A + c A²) X, A = X Xᵀ, from m / |m|, rows no more than columns."""
+    x = m / np.linalg.norm(m)
+    if x.shape[0] > x.shape[1]:
+        return newton_schulz(m.T).T
+    for _ in range(5):
+        A = x @ x.T
+        x = 3.4445 * x + (-4.7750 * A + 2.0315 * A @ A) @ x
+    return x
+
+
+def test_muon_orthogonalizes_each_layers_matrix_and_scales_it_by_its_shape(float64):
+    """The first update of a stacked [L, in, out] matrix is -lr sqrt(max(1, out/in)) NS(gradient), a layer at a time.
+
+    Its singular values over that scale are near one.
+    """
+    network = model.Config(vocab_size=7, context=4, d_model=8, d_ff=32, n_layers=3, n_heads=2, n_kv_heads=1)
+    params = random_params(network)
+    grad = jax.tree.map(lambda a: jnp.asarray(np.random.default_rng(a.size).normal(size=a.shape)), params)
+    optimizer = baselines.muon(0.5, 0.95, 0.0, 0.0)
+    step, _ = optimizer.update(grad, optimizer.init(params), params)
+    shapes = set()
+    for name in model.MATRICES:
+        if name in params["blocks"]:
+            rows, columns = params["blocks"][name].shape[1:]
+            shapes.add((rows, columns))
+            scale = -0.5 * max(1, columns / rows) ** 0.5
+            for layer in range(3):
+                got = np.asarray(step["blocks"][name][layer]) / scale
+                np.testing.assert_allclose(
+                    got, newton_schulz(np.asarray(grad["blocks"][name][layer])), rtol=1e-6, atol=1e-9
+                )
+                singular = np.linalg.svd(got, compute_uv=False)
+                assert 0.5 < singular.min() and singular.max() < 1.3
+    assert shapes == {(8, 8), (8, 4), (8, 32), (32, 8)}
+
+
+@pytest.mark.parametrize("cls", [baselines.AdamW, baselines.Muon])
+def test_clip_zero_is_off(cls, float64):
+    """clip 0 leaves gradients as they are, the same as a limit that is never reached, and does not zero the update."""
+    params, batch = random_params(TOY), lambda k: random_tokens(TOY, 2, k)
+    off, high, low = (config_of(cls, clip=c) for c in (0.0, 1e9, 1e-9))
+    ends = [baselines.update(baselines.init(params, c), batch, None, c)[0] for c in (off, high, low)]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), ends[0].params, ends[1].params)
+    moved = [abs(a - b).max() for a, b in zip(jax.tree.leaves(ends[0].params), jax.tree.leaves(params), strict=True)]
+    assert min(moved) > 0
+    assert not np.allclose(ends[0].params["head"], ends[2].params["head"])
+
+
+def test_muon_clips_each_group_by_its_own_norm(float64):
+    """A large gradient of the embedding does not shrink the matrices' part."""
+    params = random_params(TOY)
+    grad = jax.tree.map(lambda a: 1e-3 * jnp.ones_like(a), params)
+    large = {**grad, "embedding": 1e6 * grad["embedding"]}
+    optimizer = baselines.muon(0.1, 0.95, 0.0, 1.0)
+    state = optimizer.init(params)
+    momentum = [optimizer.update(g, state, params)[1].inner_states["muon"] for g in (grad, large)]
+    assert_same(*momentum)
+
+
+def test_weight_decay_reaches_matrices_only(float64):
+    """With no gradient the matrices shrink by 1 - lr w, embedding and head included, and the norms stay."""
+    params = random_params(TOY)
+    zero = jax.tree.map(jnp.zeros_like, params)
+    for optimizer in (baselines.muon(0.1, 0.95, 0.5, 1.0), baselines.adamw(0.1, 0.9, 0.99, 0.5, 1.0)):
+        step, _ = optimizer.update(zero, optimizer.init(params), params)
+        for path, a in jax.tree_util.tree_leaves_with_path(params):
+            name = path[-1].key
+            expected = -0.05 * a if name in (*model.MATRICES, "embedding", "head") else 0 * a
+            got = step["blocks"][name] if name in step["blocks"] else step[name]
+            np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_schedule_rises_then_falls():
+    """Warm-up reaches lr at the end of its fraction; cosine ends near 0 but above it; constant stays."""
+    config = config_of(baselines.AdamW, outer_steps=10, warmup=0.5, schedule="constant", lr=2.0)
+    rate = lambda config: [float(baselines.learning_rate(jnp.int32(t), config)) for t in range(10)]
+    np.testing.assert_allclose(rate(config), [0.4, 0.8, 1.2, 1.6, 2, 2, 2, 2, 2, 2], rtol=1e-6)
+    cosine = rate(config_of(baselines.Muon, outer_steps=10, lr=2.0))
+    np.testing.assert_allclose(cosine, 1 + np.cos(np.pi * np.arange(10) / 10), rtol=1e-5)
+
+
+@pytest.mark.parametrize("cls", [baselines.AdamW, baselines.Muon])
+def test_same_batches_twice_and_stopped_in_between_are_bitwise_the_same(cls):
+    config, seen, batches = config_of(cls), [], lambda k: random_tokens(TOY, 2, k)
+    whole = baselines.update(baselines.init(random_params(TOY), config), batches, None, config, seen.append)
+    assert [int(state.k) for state in seen] == [1, 2, 3]
+    for state in (baselines.init(random_params(TOY), config), *seen):
+        assert_same(baselines.update(state, batches, None, config), whole)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"lr": 0.0}, {"schedule": "linear"}, {"clip": -1.0}, {"weight_decay": -0.1}, {"warmup": 2.0}, {"b2": 1.0}]
+)
+def test_bad_settings_are_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        config_of(baselines.AdamW, **bad)

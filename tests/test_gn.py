@@ -1,0 +1,303 @@
+"""The claim of the project: the update is the Gauss-Newton update.
+
+Everything is compared with matrices written down in full, in float64: the Jacobian J of the logits in the parameters by
+forward-mode differentiation of the plain model, the curvature of cross-entropy from its closed form, G = Jᵀ ∇²ℓ J, and
+a dense solve.
+"""
+
+import dataclasses
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TOY, assert_same, logits, random_params, random_tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.flatten_util import ravel_pytree
+
+import gn
+import model
+
+GRID = [2 ** (-i / 2) for i in range(5)]  # the step sizes of Appendix C
+
+
+def config_of(network, **changes):
+    return gn.Config(**{"model": network, "inner_steps": 2, "outer_steps": 3} | changes)
+
+
+def dense(network, params, tokens):
+    """(loss, gradient [P], G [P, P]) by the textbook: J, p - onehot(y), and diag(p) - p pᵀ, a token at a time."""
+    flat, unravel = ravel_pytree(params)
+    f = lambda flat: logits(network, unravel(flat), tokens).reshape(-1, network.vocab_size)  # [n, V]
+    z, J = np.asarray(f(flat)), np.asarray(jax.jacfwd(f)(flat))  # [n, V], [n, V, P]
+    p = np.exp(z) / np.exp(z).sum(axis=1, keepdims=True)
+    y = np.eye(network.vocab_size)[tokens[:, 1:].reshape(-1)]
+    loss, grad, G = 0.0, 0.0, 0.0
+    for i in range(len(z)):
+        loss -= np.log(p[i] @ y[i])
+        grad += J[i].T @ (p[i] - y[i])
+        G += J[i].T @ (np.diag(p[i]) - np.outer(p[i], p[i])) @ J[i]
+    return loss / len(z), grad / len(z), G / len(z)
+
+
+def close(a, b, tolerance):
+    """|a - b| <= tolerance |b|, in the norm over everything."""
+    a, b = ravel_pytree(a)[0], ravel_pytree(b)[0]
+    assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b), np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+def test_gradient_is_g_plus_G_delta_and_loss_is_the_quadratic(toy, float64):
+    """∇L2(θ_t + δ) = g + G δ + λ δ and L2 = L(θ_t) + g·δ + ½ δ·G δ + ½ λ |δ|², with G written down in full."""
+    params, tokens = random_params(toy), random_tokens(toy, 3)
+    loss, g, G = dense(toy, params, tokens)
+    flat, unravel = ravel_pytree(params)
+    delta = np.random.default_rng(1).normal(size=flat.shape) * 0.3
+    for damping in (0.0, 0.1):
+        config = config_of(toy, damping=damping)
+        (at, value), grad = jax.jit(partial(gn.value_and_grad, gn.quadratic, config=config))(
+            params, unravel(delta), tokens
+        )
+        close(grad, g + G @ delta + damping * delta, 1e-10)
+        close(value, loss + g @ delta + delta @ G @ delta / 2 + damping * delta @ delta / 2, 1e-10)
+        close(at, loss, 1e-10)
+
+
+def test_gradient_at_zero_is_the_ordinary_gradient(toy, float64):
+    """∇L2(θ_t) = ∇L(θ_t), and both values are L(θ_t)."""
+    params, tokens = random_params(toy), random_tokens(toy, 3)
+    zero = jax.tree.map(jnp.zeros_like, params)
+    values, grad = gn.value_and_grad(gn.quadratic, params, zero, tokens, config_of(toy))
+
+    def plain(params):
+        z = jax.nn.log_softmax(logits(toy, params, tokens))
+        return -jnp.mean(jnp.take_along_axis(z, tokens[:, 1:, None], axis=-1))
+
+    close(grad, jax.grad(plain)(params), 1e-12)
+    close(values, jnp.full(2, plain(params)), 1e-12)
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 2**32 - 1), a=st.floats(-3, 3), b=st.floats(-3, 3))
+def test_gradient_is_affine_in_delta(seed, a, b):
+    """∇L2(a δ + b ε) - g = a (∇L2(δ) - g) + b (∇L2(ε) - g), for any θ_t, tokens, δ, ε."""
+    with jax.enable_x64(True):
+        params, tokens = random_params(TOY, seed), random_tokens(TOY, 2, seed)
+        flat, unravel = ravel_pytree(params)
+        delta, epsilon = np.random.default_rng(seed).normal(size=(2, flat.size))
+        grad = lambda v: np.asarray(ravel_pytree(GRAD(params, unravel(v), tokens)[1])[0])
+        g = grad(np.zeros(flat.size))
+        both = a * (grad(delta) - g) + b * (grad(epsilon) - g)
+        assert np.linalg.norm(grad(a * delta + b * epsilon) - g - both) <= 1e-10 * (1 + np.linalg.norm(both))
+
+
+LOSS = jax.jit(partial(model.loss, TOY))
+GRAD = jax.jit(partial(gn.value_and_grad, gn.quadratic, config=config_of(TOY)))
+
+
+def test_curvature_product_is_symmetric_and_positive(float64):
+    """u·G v = v·G u and v·G v >= 0, from the products that conjugate gradients uses."""
+    params, tokens = random_params(TOY), random_tokens(TOY, 2)
+    flat, unravel = ravel_pytree(params)
+    u, v = np.random.default_rng(3).normal(size=(2, flat.size))
+    objective = partial(gn.quadratic, linear=0.0)
+    G = lambda v: ravel_pytree(gn.value_and_grad(objective, params, unravel(v), tokens, config_of(TOY))[1])[0]
+    assert math.isclose(u @ G(v), v @ G(u), rel_tol=1e-10)
+    assert v @ G(v) > 0 and u @ G(u) > 0
+
+
+def test_chunks_do_not_change_anything(float64):
+    """Loss and gradient do not depend on how many tokens go through the head at a time, a divisor of B T or not."""
+    params, tokens = random_params(TOY), random_tokens(TOY, 3)
+    delta = random_params(TOY, seed=1)
+    results = [
+        gn.value_and_grad(gn.quadratic, params, delta, tokens, config_of(dataclasses.replace(TOY, head_chunk=c)))
+        for c in (1, 7, 15, 1000)
+    ]
+    for other in results[1:]:
+        close(other, results[0], 1e-12)
+
+
+def sizes(jaxpr):
+    """The number of elements of every array in a jaxpr, and of those inside it."""
+    for eqn in jaxpr.eqns:
+        yield from (math.prod(v.aval.shape) for v in eqn.outvars)
+        for param in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(param, "eqns"):
+                yield from sizes(getattr(param, "jaxpr", param))
+
+
+@pytest.mark.parametrize("what", ["gn", "baseline", "loss"])
+def test_no_array_holds_the_logits_of_a_batch(what):
+    """Nothing as large as [B, T, V] is ever made, by the inner step, the baselines' gradient or an evaluation."""
+    network = dataclasses.replace(TOY, vocab_size=10_000, head_chunk=2)
+    params, tokens = random_params(network), random_tokens(network, 16)
+    compute = {
+        "gn": lambda p: gn.value_and_grad(gn.quadratic, p, p, tokens, config_of(network)),
+        "baseline": lambda p: model.value_and_grad(network, p, tokens),
+        "loss": lambda p: model.loss(network, p, tokens),
+    }[what]
+    largest = max(sizes(jax.make_jaxpr(compute)(params).jaxpr))
+    assert largest <= 10_000 * TOY.d_model < 16 * TOY.context * 10_000 / 9
+
+
+def many(network, inner_steps, size=2):
+    """Two functions k -> inner batch: the batch and fresh tokens."""
+    return (lambda k: random_tokens(network, size, k)), (lambda k: random_tokens(network, size, 100 + k))
+
+
+@pytest.mark.parametrize("damping", [3.0, 1e-3])
+def test_cg_update_is_the_dense_solve(toy, float64, damping):
+    """One `update` with inner cg is θ_t - α (G + λI)⁻¹ g on the whole batch, α the best of the grid or 0."""
+    params, (batches, fresh) = random_params(toy), many(toy, 2)
+    config = config_of(toy, inner="cg", cg_steps=3000, damping=damping)
+    loss, g, G = dense(toy, params, np.concatenate([batches(0), batches(1)]))
+    flat, unravel = ravel_pytree(params)
+    step = -np.linalg.solve(G + damping * np.eye(len(g)), g)
+    solved = gn.solve(gn.init(params, config), jnp.stack([batches(0), batches(1)]), config)
+    close(ravel_pytree(solved.theta)[0] - flat, step, 1e-6)
+
+    there = [np.mean([model.loss(toy, unravel(flat + a * step), fresh(k)) for k in range(2)]) for a in GRID]
+    here = np.mean([model.loss(toy, params, fresh(k)) for k in range(2)])
+    alpha = GRID[int(np.argmin(there))] if min(there) < here else 0.0
+    assert (alpha > 0) == (
+        damping == 3.0
+    )  # four sequences, hardly damped: the step fits them and nothing else, and is refused
+    state, metrics = gn.update(gn.init(params, config), batches, fresh, config)
+    assert math.isclose(metrics["alpha"], alpha, rel_tol=1e-12)
+    close(state.params, flat + alpha * step, 1e-6)
+    close(metrics["train_loss"], loss, 1e-10)
+    close(metrics["inner_loss"], loss + g @ step + step @ G @ step / 2 + damping * step @ step / 2, 1e-8)
+
+
+def test_muon_inner_loop_lowers_the_quadratic(float64):
+    """The inner loop minimizes L2: repeated on one batch it comes close to the minimum that the dense solve gives."""
+    params, batch = random_params(TOY), random_tokens(TOY, 8)
+    config = config_of(TOY, inner_steps=400, lr=0.03, weight_decay=0.0, damping=0.1)
+    state, metrics = gn.update(gn.init(params, config), lambda k: batch, lambda k: batch, config)
+    loss, g, G = dense(TOY, params, batch)
+    step = ravel_pytree(state.theta)[0] - ravel_pytree(params)[0]
+    M = G + 0.1 * np.eye(len(g))
+    value = lambda step: g @ step + step @ M @ step / 2
+    best = value(-np.linalg.solve(M, g))
+    assert best <= value(step) < 0.99 * best < 0
+
+
+def test_next_inner_loop_starts_before_the_line_search(float64):
+    """θ_{t+1} = θ_t + α (θ - θ_t), and the inner iterate and its momentum go on from θ (Section 5.1)."""
+    params, (batches, fresh) = random_params(TOY), many(TOY, 2)
+    config = config_of(TOY, lr=0.02)
+    state, metrics = gn.update(gn.init(params, config), batches, fresh, config)
+    alpha = float(metrics["alpha"])
+    assert alpha > 0
+    close(state.params, jax.tree.map(lambda a, b: a + alpha * (b - a), params, state.theta), 1e-12)
+    by_hand = gn.init(params, config)
+    for k in range(2):
+        by_hand = gn.inner_step(by_hand, batches(k), config)
+    assert_same(state.theta, by_hand.theta)
+    assert_same(state.opt, by_hand.opt)
+    assert (int(state.t), int(state.k), float(state.loss)) == (1, 0, 0.0)
+
+
+def search(theta, config, params=None):
+    params = random_params(TOY) if params is None else params
+    return float(gn.line_search(params, theta, many(TOY, 2)[1], config))
+
+
+def test_line_search_takes_the_best_of_its_grid(float64):
+    """α is the argmin over 2^(-i/2) of the mean loss over all fresh batches, for steps of every length."""
+    params, fresh = random_params(TOY), many(TOY, 2)[1]
+    grad = jax.grad(lambda p: sum(model.loss(TOY, p, fresh(k)) for k in range(2)))(params)
+    seen = set()
+    for length in (0.1, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0):
+        theta = jax.tree.map(lambda a, g, n=length: a - n * g, params, grad)
+        values = [sum(float(LOSS(gn.move(params, theta, a), fresh(k))) for k in range(2)) for a in GRID]
+        best = GRID[int(np.argmin(values))]
+        assert math.isclose(search(theta, config_of(TOY, guard=False)), best)
+        seen.add(best)
+    assert len(seen) > 2, seen  # else the lengths above do not test the choice
+
+
+def test_move_is_the_line_from_theta_t_to_theta(float64):
+    """move = θ_t + α (θ - θ_t), θ_t itself at α = 0 whatever θ is, θ at α = 1."""
+    a, b = random_params(TOY), random_params(TOY, 1)
+    close(gn.move(a, b, 0.25), jax.tree.map(lambda a, b: 0.75 * a + 0.25 * b, a, b), 1e-12)
+    assert_same(gn.move(a, jax.tree.map(lambda b: b * jnp.nan, b), 0.0), a)
+
+
+def test_guard_refuses_what_does_not_lower_the_loss(float64):
+    """Uphill or non-finite: α = 0, θ_t stays exactly, iterate and momentum restart from it. Unguarded it moves."""
+    params, (batches, fresh) = random_params(TOY), many(TOY, 2)
+    config = config_of(TOY)
+    up = jax.grad(lambda p: sum(model.loss(TOY, p, fresh(k)) for k in range(2)))(params)
+    uphill = jax.tree.map(lambda a, g: a + g, params, up)
+    broken = jax.tree.map(lambda a: a * jnp.nan, params)
+    half = {**params, "head": params["head"].at[0, 0].set(jnp.inf)}
+    for theta in (uphill, broken, half):
+        assert search(theta, config, params) == 0
+    assert search(uphill, dataclasses.replace(config, guard=False), params) == 0.25
+    for theta in (uphill, broken):
+        state = gn.inner_step(gn.init(params, config), batches(0), config)._replace(theta=theta)
+        state = gn.finish(state, jnp.zeros(()), config)
+        assert_same(state, gn.init(params, config)._replace(t=jnp.ones((), jnp.int32)))
+
+
+def test_micro_batches_and_order_of_sequences(float64):
+    """The mean over k inner batches is that of one batch k times as large; the order of sequences does not matter."""
+    params, delta, tokens = random_params(TOY), random_params(TOY, 1), random_tokens(TOY, 6)
+    each = [GRAD(params, delta, part) for part in np.split(tokens, 3)]
+    mean = jax.tree.map(lambda *a: sum(a) / 3, *each)
+    close(GRAD(params, delta, tokens), mean, 1e-12)
+    close(GRAD(params, delta, tokens[::-1].copy()), mean, 1e-12)
+
+
+def test_same_batches_twice_give_bitwise_the_same_state():
+    """Nothing random is left in an outer step."""
+    config = config_of(TOY, inner_steps=3)
+    one, two = (gn.update(gn.init(random_params(TOY), config), *many(TOY, 3), config) for _ in range(2))
+    assert_same(one, two)
+
+
+def test_stopped_inside_an_outer_step_it_goes_on_bitwise():
+    """A State is all there is: from the one after any inner step, update ends where it would have ended."""
+    config, seen = config_of(TOY, inner_steps=3), []
+    whole = gn.update(gn.init(random_params(TOY), config), *many(TOY, 3), config, seen.append)
+    assert [int(state.k) for state in seen] == [1, 2, 3]
+    for state in seen:
+        assert_same(gn.update(state, *many(TOY, 3), config), whole)
+
+
+def test_without_line_search_the_step_is_taken_whole():
+    """line_search = 0: θ_{t+1} = θ, nothing fresh is read, and the log has no α."""
+    config = config_of(TOY, line_search=0)
+    state, metrics = gn.update(gn.init(random_params(TOY), config), many(TOY, 2)[0], None, config)
+    close(state.params, state.theta, 1e-6)
+    assert metrics["alpha"] is None and config.fresh_batches == 0
+
+
+def test_schedules():
+    """Appendix C: lr(t, k) at the first and last inner step of the first two and the last of 3 outer steps, N = 4."""
+    half = lambda x: 0.5 + 0.5 * math.cos(math.pi * x)
+    places = [(0, 0), (0, 3), (1, 0), (1, 3), (2, 0), (2, 3)]
+    expected = {
+        "constant": [1, 1, 1, 1, 1, 1],
+        "constant+inner cosine": [1, half(3 / 4)] * 3,
+        "global cosine": [half((4 * t + k) / 12) for t, k in places],
+        "global+inner cosine": [half((4 * t + k) / 12) * half(k / 4) for t, k in places],
+    }
+    assert set(expected) == set(gn.SCHEDULES)
+    for schedule, values in expected.items():
+        config = config_of(TOY, inner_steps=4, schedule=schedule, lr=0.5)
+        got = [float(gn.learning_rate(jnp.int32(t), jnp.int32(k), config)) for t, k in places]
+        np.testing.assert_allclose(got, 0.5 * np.array(values), rtol=1e-5)
+        assert min(got) > 0  # no inner step is spent at lr 0, the last outer step's included
+
+
+@pytest.mark.parametrize(
+    "bad", [{"lr": -1.0}, {"lr": math.nan}, {"schedule": "cosin"}, {"inner": "sgd"}, {"damping": -1.0}]
+)
+def test_bad_settings_are_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        config_of(TOY, **bad)

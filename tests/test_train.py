@@ -1,0 +1,356 @@
+"""The command line, the run folder, and runs that are stopped and go on, all through `train.main`, as a user would."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import assert_same
+
+import baselines
+import checkpoint
+import data
+import gn
+import model
+import train
+
+SMALL = ["--model", "tiny", "--d-model", "8", "--d-ff", "8", "--n-layers", "1", "--n-heads", "2", "--n-kv-heads", "2"]
+SMALL += [
+    "--context",
+    "16",
+    "--batch",
+    "192",
+    "--inner-batch",
+    "4",
+    "--tokens",
+    "2k",
+    "--eval-tokens",
+    "640",
+    "--steps",
+    "3",
+]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty working directory with a short English-looking text in it."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "dogs"]
+    lines = [" ".join(rng.choice(words, 9)) + "\n" + "\n" * (i % 50 == 49) for i in range(3000)]
+    Path("text.txt").write_text("".join(lines))
+    return tmp_path
+
+
+def run(*flags):
+    return train.main([*SMALL, "--data", "text.txt", *flags])
+
+
+def rows(out):
+    return [json.loads(line) for line in Path(out, "log.jsonl").read_text().splitlines()]
+
+
+def everything(out):
+    with np.load(Path(out, "checkpoint.npz"), allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
+def without_time(rows):
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+
+
+@pytest.mark.parametrize("method", list(train.METHODS))
+def test_a_run_leaves_its_log_its_config_and_its_state(here, capsys, method):
+    """Rows 0..3 with the fixed names; tokens counted, line search included; the table and the summary are printed."""
+    assert run("--method", method, "--out", "r") == 0
+    log, fresh = rows("r"), 192 if method == "gn" else 0
+    assert [row["step"] for row in log] == [0, 1, 2, 3]
+    names = {"step", "tokens", "tokens_line_search", "train_loss", "val_loss", "val_bpb", "lr", "alpha", "seconds"}
+    assert all(names <= set(row) for row in log)
+    warm = round(0.05 * 2000 / 64) * 64
+    assert [row["tokens"] for row in log] == [warm + t * (192 + fresh) for t in range(4)]
+    assert [row["tokens_line_search"] for row in log] == [t * fresh for t in range(4)]
+    assert log[0]["lr"] is None and log[0]["alpha"] is None and all(row["lr"] > 0 for row in log[1:])
+    assert all((row["alpha"] is not None) == (method == "gn") for row in log[1:])
+    meta = data.prepare("text.txt", data.tokenizer("bytes"), 16).meta
+    for row in log:
+        bits = row["val_loss"] / np.log(2) * meta["val_tokens"] / meta["val_bytes"]
+        np.testing.assert_allclose(row["val_bpb"], bits)
+    config = json.loads(Path("r/config.json").read_text())
+    assert (
+        config["config"]["method"] == method
+        and config["config"]["batch"] == 192
+        and config["about"]["jax"] == jax.__version__
+    )
+    assert everything("r")[".t"] == 3
+    out = capsys.readouterr().out
+    assert train.HEADER in out and f"{log[3]['val_loss']:.4f}" in out and "bits a byte" in out
+
+
+def test_evaluation_is_the_mean_over_held_out_windows(here):
+    """val_loss of the last row = the loss of the saved parameters over the same windows, in one large batch."""
+    assert run("--method", "adamw", "--out", "r") == 0
+    config = train.configure([*SMALL, "--data", "text.txt", "--method", "adamw", "--out", "r"])
+    corpus = data.prepare("text.txt", config.tokenizer, 16)
+    state = baselines.init(model.init(config.settings.model, jax.random.key(0)), config.settings)
+    state = checkpoint.load(Path("r/checkpoint.npz"), state)
+    batch = data.batch(corpus.val, 16, 40, 0, 0)
+    np.testing.assert_allclose(
+        rows("r")[3]["val_loss"], model.loss(config.settings.model, state.params, batch), rtol=1e-5
+    )
+
+
+def test_training_reads_the_batches_that_its_place_says(here):
+    """Warm-up, then each step its own inner batches and its own fresh ones: none is read twice, none is left out."""
+    read = []
+    original = data.batch
+    data.batch = lambda tokens, context, size, seed, index: (
+        read.append((len(tokens), index)) or original(tokens, context, size, seed, index)
+    )
+    try:
+        assert run("--method", "gn", "--out", "r", "--seed", "5") == 0
+    finally:
+        data.batch = original
+    corpus = data.prepare("text.txt", data.tokenizer("bytes"), 16)
+    training = [index for n, index in read if n == len(corpus.train)]
+    assert training == list(range(2 + 3 * 6))
+
+
+def test_a_finished_run_is_not_run_again(here, capsys):
+    assert run("--method", "muon", "--out", "r") == 0
+    before, table = Path("r/checkpoint.npz").stat().st_mtime_ns, capsys.readouterr().out.split("train_loss")[1]
+    assert run("--method", "muon", "--out", "r") == 0
+    assert Path("r/checkpoint.npz").stat().st_mtime_ns == before
+    assert capsys.readouterr().out.split("train_loss")[1] == table
+
+
+def test_warm_up_is_shared_by_methods_and_not_by_seeds(here):
+    for flags in (["--method", "gn"], ["--method", "muon"], ["--method", "gn", "--lr", "0.02"]):
+        assert run(*flags) == 0
+    assert len(list(Path("data").glob("warmup-*.npz"))) == 1
+    first = [rows(out)[0]["val_loss"] for out in Path("runs").iterdir()]
+    assert len(first) == 3 and len(set(first)) == 1
+    assert run("--method", "gn", "--seed", "1") == 0
+    assert len(list(Path("data").glob("warmup-*.npz"))) == 2
+
+
+def test_a_damaged_warm_up_is_made_again(here, capsys):
+    assert run("--method", "gn", "--out", "a") == 0
+    (path,) = Path("data").glob("warmup-*.npz")
+    path.write_bytes(path.read_bytes()[:100])
+    assert run("--method", "gn", "--out", "b") == 0
+    assert "made again" in capsys.readouterr().err
+    assert_same(everything("a"), everything("b"))
+
+
+@pytest.mark.parametrize("method", list(train.METHODS))
+def test_a_run_that_is_stopped_anywhere_goes_on_bitwise(here, monkeypatch, method):
+    """SIGTERM after the n-th batch, n all over a run: status 143; the same command then ends in the same state."""
+    assert run("--method", method, "--out", "whole") == 0
+    batches, original = 2 + 3 * (6 if method == "gn" else 3), data.batch
+    for n in range(3, batches, 4):
+        count = iter(range(10_000))
+
+        def counted(*place, n=n, count=count):
+            if place[0].size > 10_000 and next(count) == n:  # the training side
+                os.kill(os.getpid(), signal.SIGTERM)
+            return original(*place)
+
+        monkeypatch.setattr(data, "batch", counted)
+        status = run("--method", method, "--out", f"stopped{n}")
+        monkeypatch.setattr(data, "batch", original)
+        assert status == (143 if n < batches - 1 else 0)
+        assert run("--method", method, "--out", f"stopped{n}") == 0
+        assert_same(everything(f"stopped{n}"), everything("whole"))
+        assert without_time(rows(f"stopped{n}")) == without_time(rows("whole"))
+
+
+def test_ctrl_c_ends_a_real_process_cleanly(here):
+    """python train.py, SIGINT while it trains: exit status 130, no traceback, and a checkpoint that can be read."""
+    command = [
+        sys.executable,
+        str(Path(train.__file__)),
+        *SMALL,
+        "--data",
+        "text.txt",
+        "--method",
+        "gn",
+        "--out",
+        "r",
+        "--steps",
+        "100000",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not (Path("r/log.jsonl").exists() and len(rows("r")) > 2):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err and "the same command goes on" in err
+    assert everything("r")[".t"] >= 2
+
+
+def test_target_loss_stops_the_run(here, capsys):
+    assert run("--method", "gn", "--out", "whole", "--steps", "4") == 0
+    losses = [row["val_loss"] for row in rows("whole")]
+    assert losses[3] < losses[1]
+    assert run("--method", "gn", "--out", "r", "--steps", "4", "--target-loss", str(losses[1] + 1e-6)) == 0
+    assert [row["val_loss"] for row in rows("r")] == losses[:2]
+    assert "reached" in capsys.readouterr().out
+
+
+def test_reading_the_corpus_more_than_once_is_said(here, capsys):
+    assert run("--method", "gn", "--out", "a") == 0
+    assert "the corpus" not in capsys.readouterr().out
+    assert run("--method", "gn", "--out", "b", "--batch", "19200", "--steps", "5", "--inner-batch", "300") == 0
+    assert "the run reads 192," in capsys.readouterr().out
+
+
+def test_a_diverging_run_ends_with_its_last_good_checkpoint(here, capsys):
+    assert run("--method", "adamw", "--out", "r", "--lr", "1e30", "--steps", "9") == 1
+    assert "try a smaller --lr" in capsys.readouterr().err
+    assert all(np.isfinite(a).all() for name, a in everything("r").items() if name.startswith(".params"))
+    assert all(np.isfinite(row["val_loss"]) for row in rows("r"))
+
+
+BAD = {
+    "unknown flag": (
+        ["--learning-rate", "1"],
+        "unknown flag --learning-rate; valid with --method gn: --method, --model",
+    ),
+    "flag of another method": (
+        ["--method", "adamw", "--damping", "1"],
+        "unknown flag --damping; valid with --method adamw",
+    ),
+    "abbreviated flag": (["--stepz", "1"], "unknown flag --stepz"),
+    "stray word": (["hello"], "unknown flag hello"),
+    "flag without value": (["--lr"], "expected one argument"),
+    "unknown method": (["--method", "sgd"], "method is 'sgd'; valid: gn, adamw, muon"),
+    "unknown model": (["--model", "7b"], "model is '7b'; valid: tiny, 45m, 150m"),
+    "unknown tokenizer": (["--tokenizer", "words"], "tokenizer is 'words'; valid: bytes"),
+    "unknown corpus": (["--data", "wiki"], "valid: stdlib"),
+    "missing file": (["--data", "nowhere.txt"], "nowhere.txt: there is no such file"),
+    "empty file": (["--data", "empty.txt"], "it is empty"),
+    "not text": (["--data", "picture.txt"], "not text"),
+    "context beyond the corpus": (["--context", "100000", "--batch", "1m"], "too few for a window of context 100000"),
+    "batch below a sequence": (["--batch", "15"], "batch is 15 tokens, fewer than one sequence of context 16"),
+    "heads": (["--n-heads", "3"], "d_model 8 over n_heads 3"),
+    "negative lr": (["--lr", "-0.1"], "lr is -0.1; it must be a positive number"),
+    "lr that is no number": (["--lr", "fast"], "--lr is 'fast'; it must be a number"),
+    "infinite lr": (["--lr", "inf"], "lr is inf"),
+    "no steps": (["--steps", "0"], "steps is 0; it must be at least 1"),
+    "half a step": (["--steps", "1.5"], "--steps is '1.5'; it must be a whole number"),
+    "tokens": (["--tokens=-5k"], "tokens is -5000"),
+    "count": (["--batch", "4x"], "--batch is '4x'; it must be a whole number such as"),
+    "boolean": (["--guard", "maybe"], "--guard is 'maybe'; it must be true or false"),
+    "schedule": (["--schedule", "linear"], "valid: constant+inner cosine, global cosine"),
+    "dtype": (["--dtype", "float16"], "valid: float32, bfloat16"),
+    "seed": (["--seed", "-1"], "seed is -1"),
+    "vocabulary": (["--vocab-size", "300"], "tokenizer bytes has 256 ids"),
+    "warm-up": (["--warmup-fraction", "2"], "warmup_fraction is 2.0"),
+    "a folder that is no run": (["--out", "."], "is there and is not a run"),
+    "a file as folder": (["--out", "text.txt"], "is there and is not a run"),
+}
+
+
+@pytest.mark.parametrize("flags, says", BAD.values(), ids=BAD)
+def test_bad_input_is_one_line_and_status_2_and_nothing_written(here, capsys, flags, says):
+    Path("empty.txt").touch()
+    Path("picture.txt").write_bytes(b"\x89PNG\r\n\x1a\n" * 100)
+    data.prepare("text.txt", data.tokenizer("bytes"), 16)  # so that what is left to write is the run
+    listing = lambda: {p: p.is_dir() or p.stat().st_mtime_ns for p in here.rglob("*")}
+    before = listing()
+    assert run(*flags) == 2
+    out, err = capsys.readouterr()
+    assert says in err and err.count("\n") == 1 and out == ""
+    assert listing() == before
+
+
+def test_the_papers_defaults_say_that_c4_is_not_there_yet(here, capsys):
+    assert train.main([]) == 2
+    assert "data c4 is not there yet" in capsys.readouterr().err
+
+
+def test_another_run_in_the_folder_is_refused_by_name(here, capsys):
+    assert run("--method", "adamw", "--out", "r") == 0
+    before = everything("r")
+    capsys.readouterr()
+    assert run("--method", "adamw", "--out", "r", "--lr", "0.5", "--seed", "3") == 2
+    err = capsys.readouterr().err
+    assert "seed 0 -> 3" in err and "lr 0.003 -> 0.5" in err and err.count("\n") == 1
+    assert_same(everything("r"), before)
+
+
+def test_a_folder_that_cannot_be_written_is_status_1(here, capsys):
+    Path("file").write_text("x")
+    assert run("--method", "gn", "--out", "file/r") == 1
+    err = capsys.readouterr().err
+    assert "file/r" in err and err.count("\n") == 1
+
+
+def test_help_names_every_flag_with_its_meaning(capsys):
+    with pytest.raises(SystemExit) as end:
+        train.main(["--help"])
+    out = capsys.readouterr().out
+    assert end.value.code == 0
+    for cls in (train.Config, gn.Config, model.Config):
+        for name, (_, comment) in train.flags_of(cls).items():
+            assert f"--{name.replace('_', '-')} " in out and comment, name
+
+
+def test_no_two_configs_share_a_flag():
+    for _, cls in train.METHODS.values():
+        names = [name for c in (train.Config, cls, model.Config) for name in train.flags_of(c)]
+        assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    "text, value", [("400k", 400_000), ("1.2m", 1_200_000), ("3b", 3_000_000_000), ("32", 32), ("1_000", 1000)]
+)
+def test_counts(text, value):
+    assert train.count(text) == value
+
+
+def test_the_paper_sizes():
+    """Section 5 at 4M tokens, 32 x 1024 an inner batch: N = 122 inner steps, the exact batch, the number of steps."""
+    r = train.configure(
+        ["--model", "45m", "--data", "stdlib", "--tokenizer", "bytes", "--batch", "4m", "--tokens", "900m"]
+    )
+    assert (r.settings.inner_steps, r.config.batch, r.config.steps) == (122, 122 * 32 * 1024, 225)
+    assert r.warmup_batches == round(45_000_000 / 32768)
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a.npz"
+    checkpoint.save(path, {"x": jnp.arange(3)})
+
+    def broken(f):
+        f.write(b"half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        checkpoint.write_file(path, broken)
+    assert list(tmp_path.iterdir()) == [path]
+    assert_same(checkpoint.load(path, {"x": jnp.zeros(3, jnp.int32)}), {"x": np.arange(3)})
+
+
+@pytest.mark.parametrize(
+    "like",
+    [
+        {"y": jnp.zeros(3, jnp.int32)},
+        {"x": jnp.zeros(4, jnp.int32)},
+        {"x": jnp.zeros(3)},
+        {"x": jnp.zeros(3, jnp.int32), "y": jnp.zeros(1)},
+    ],
+)
+def test_a_checkpoint_of_another_shape_is_refused(tmp_path, like):
+    checkpoint.save(tmp_path / "a.npz", {"x": jnp.arange(3)})
+    with pytest.raises(ValueError, match="other arrays"):
+        checkpoint.load(tmp_path / "a.npz", like)
