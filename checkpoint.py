@@ -5,6 +5,7 @@
     checkpoint.npz  the method's whole state, each array in its own dtype
 """
 
+import hashlib
 import json
 import os
 import subprocess
@@ -55,24 +56,32 @@ def load(path, like):
 
 
 def read_log(folder):
-    """The rows of log.jsonl; a last line cut short by a crash is left out."""
+    """The rows of log.jsonl; none where there is no such file."""
     path = Path(folder) / "log.jsonl"
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def write_log(folder, rows):
-    write_file(Path(folder) / "log.jsonl", lambda f: f.write("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    """Writes log.jsonl anew. NaN and infinity, which JSON has not, are refused with a ValueError."""
+    text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+    write_file(Path(folder) / "log.jsonl", lambda f: f.write(text.encode()))
+
+
+def digest(*what):
+    """A hash of values that JSON can hold: equal for equal values, in hexadecimal."""
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()
+
+
+def code(*modules):
+    """A hash of the source of these files of the project; of all that stand beside this one where none is named."""
+    here = Path(__file__).parent
+    paths = [here / f"{name}.py" for name in modules] or sorted(here.glob("*.py"))
+    return digest([[path.name, path.read_text()] for path in paths])
 
 
 def commit():
-    """The git commit of this code; None outside a checkout."""
-    command = ["git", "rev-parse", "HEAD"]
+    """The git commit of this code, "-dirty" behind it where files differ; None outside a checkout."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
         return done.stdout.strip()
@@ -80,23 +89,30 @@ def commit():
         return None
 
 
-def open_folder(folder, config):
-    """Makes the folder of a run of these settings, or checks that the one there is of the same.
-
-    Raises ValueError where it holds anything else; nothing is then touched.
-    """
+def check_folder(folder, config):
+    """Raises ValueError where folder holds anything but a run of these settings, or nothing."""
     folder = Path(folder)
-    if (folder / "config.json").is_file():
-        old = json.loads((folder / "config.json").read_text())["config"]
-        differ = [f"{k} {old.get(k)} -> {config.get(k)}" for k in {**old, **config} if old.get(k) != config.get(k)]
-        if differ:
-            raise ValueError(f"{folder} holds another run ({'; '.join(differ)}); give another --out")
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is there and is not a run; give another --out")
-    folder.mkdir(parents=True, exist_ok=True)
-    device = jax.devices()[0]
-    about = {"commit": commit(), "python": sys.version.split()[0], "jax": jax.__version__, "numpy": np.__version__}
-    about["device"] = f"{device.platform}: {device.device_kind}"
-    text = json.dumps({"config": config, "about": about}, indent=1)
-    write_file(folder / "config.json", lambda f: f.write(text.encode()))
+    try:
+        old = json.loads((folder / "config.json").read_text())
+        then, made = old["config"], old["about"]["code"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(f"{folder} is there and is not a run; give another --out") from None
+    differ = [f"{k} {then.get(k)} -> {config[k]}" for k in config if then.get(k) != config[k]]
+    if differ:
+        raise ValueError(f"{folder} holds another run ({'; '.join(differ)}); give another --out")
+    if made != code():
+        print(f"{folder} was begun with other code; another --out begins anew", file=sys.stderr)
+
+
+def open_folder(folder, config):
+    """Makes the folder of a run of these settings where there is none. Raises ValueError as `check_folder` does."""
+    check_folder(folder, config)
+    if not (folder / "config.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        device = jax.devices()[0]
+        about = {"commit": commit(), "code": code(), "python": sys.version.split()[0]}
+        about |= {"jax": jax.__version__, "numpy": np.__version__, "device": f"{device.platform}: {device.device_kind}"}
+        text = json.dumps({"config": config, "about": about}, indent=1)
+        write_file(folder / "config.json", lambda f: f.write(text.encode()))

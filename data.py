@@ -14,6 +14,7 @@ import shutil
 import sysconfig
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 HELD_OUT = 0.05  # fraction of the documents that only validation reads
-DOCUMENT = 4096  # characters after which a plain text file is cut, at the next empty line
+DOCUMENT = 4096  # characters after which a plain text file is cut at the next empty line; at four times that, anywhere
 
 
 class Tokenizer(NamedTuple):
@@ -73,7 +74,7 @@ def files(corpus):
 
 
 def documents(paths):
-    """The documents of the files, one str at a time: a .py file is one, a .txt file is cut at empty lines.
+    """The documents of the files, one str at a time: a .py file is one, a .txt file is cut into some: see DOCUMENT.
 
     Raises ValueError where a file is not text.
     """
@@ -114,16 +115,19 @@ def prepare(corpus, tok, context, folder="data"):
     key = hashlib.sha256(json.dumps([stats, tok.name, tok.vocab_size, HELD_OUT, DOCUMENT]).encode()).hexdigest()[:12]
     home = Path(folder) / f"{Path(corpus).stem}-{tok.name}-{key}"
     if not home.exists():
-        new = not Path(folder).exists()
         os.makedirs(folder, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder))
         try:
             check(corpus, write(paths, tok, draft), context)
-            os.replace(draft, home)
+            try:
+                os.replace(draft, home)
+            except OSError:
+                if not home.exists():  # where it does, another process was faster
+                    raise
         finally:
             shutil.rmtree(draft, ignore_errors=True)
-            if new and not any(Path(folder).iterdir()):
-                os.rmdir(folder)
+            with suppress(OSError):
+                os.rmdir(folder)  # where it is empty
     meta = json.loads((home / "meta.json").read_text())
     check(corpus, meta, context)
     return Corpus(*(np.memmap(home / f"{side}.bin", np.uint16, "r") for side in ("train", "val")), meta)
@@ -172,9 +176,14 @@ def order(n, seed, epoch):
     return np.random.default_rng((seed, epoch)).permutation(n)
 
 
-def batch(tokens, context, size, seed, index):
-    """Batch number `index` of `size` sequences, int32 [size, context + 1]: a pure function of its arguments."""
+def sequences(tokens, context, seed, numbers):
+    """The sequences of these numbers, int32 [n, context + 1]: a pure function of its arguments."""
     n = windows(tokens, context)
-    places = [divmod(i, n) for i in range(index * size, (index + 1) * size)]  # (epoch, place in it)
+    places = [divmod(number, n) for number in numbers]  # (epoch, place in it)
     starts = [int(order(n, seed, epoch)[place]) * context for epoch, place in places]
     return np.stack([tokens[s : s + context + 1] for s in starts]).astype(np.int32)
+
+
+def batch(tokens, context, size, seed, index):
+    """Batch number `index` of `size` sequences, int32 [size, context + 1]."""
+    return sequences(tokens, context, seed, range(index * size, (index + 1) * size))

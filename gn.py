@@ -38,7 +38,7 @@ class Config:
     inner: str = "muon"  # muon | cg: inner optimizer; cg solves (G + damping) δ = -g on the whole batch
     cg_steps: int = 100  # conjugate gradient steps at most in an outer step, with inner cg
     momentum: float = 0.95  # decay of Muon's momentum, per inner step (Appendix F)
-    weight_decay: float = 0.001  # decay of every matrix, times lr, per inner step (Appendix F: optimizer weight decay)
+    weight_decay: float = 0.001  # decay of every matrix, Muon's too, times lr, per inner step (Appendix F: 0, 0.001)
     damping: float = 0.0  # λ of ½ λ |θ - θ_t|² in the inner loss (Appendix F, loss weight decay: 0 to 0.1)
     clip: float = 1.0  # largest gradient norm of an optimizer group; 0 = off
     line_search: int = 5  # step sizes α = 2^(-i/2) tried on a fresh batch (Appendix C); 0 = no line search, α = 1
@@ -48,7 +48,7 @@ class Config:
         baselines.check(self, SCHEDULES)
         if self.inner not in ("muon", "cg"):
             raise ValueError(f"inner is {self.inner!r}; valid: muon, cg")
-        if self.damping < 0 or self.line_search < 0 or self.cg_steps < 1:
+        if not 0 <= self.damping < float("inf") or self.line_search < 0 or self.cg_steps < 1:
             raise ValueError("damping and line_search must be at least 0, cg_steps at least 1")
 
     @property

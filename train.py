@@ -6,16 +6,12 @@ of the method, each evaluated on held-out text, logged and saved. Every batch is
 that is stopped and started again with the same command goes on as if nothing had happened.
 """
 
-import argparse
 import dataclasses
-import hashlib
-import inspect
-import json
 import math
-import re
 import signal
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +23,7 @@ from tqdm import tqdm
 import baselines
 import checkpoint
 import data
+import flags
 import gn
 import model
 
@@ -40,8 +37,8 @@ class Config:
 
     method: str = "gn"  # gn | adamw | muon
     model: str = "45m"  # tiny | 45m | 150m: the preset of the network (Appendix D)
-    data: str = None  # stdlib (the Python standard library's source), c4, or the path of a .txt file
-    tokenizer: str = None  # bytes | gpt2
+    data: str = None  # stdlib (the source of Python's standard library) or the path of a .txt file; c4 is to come
+    tokenizer: str = None  # bytes; gpt2 is to come
     batch: int = None  # tokens in a batch, i.e. an outer step, line search not included; 400k, 1.2m, 40m are understood
     tokens: int = None  # tokens of the run, warm-up and line search not included; default 20 a parameter (Section 5)
     steps: int = None  # outer steps; default tokens / batch
@@ -59,17 +56,24 @@ class Config:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not 0 <= self.warmup_fraction <= 1:
             raise ValueError(f"warmup_fraction is {self.warmup_fraction}; it must be between 0 and 1")
-        if not 0 < self.warmup_lr < math.inf:
-            raise ValueError(f"warmup_lr is {self.warmup_lr}; it must be a positive number")
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}; it must be at least 0")
+        for name in ("warmup_lr", "target_loss"):
+            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be a positive number")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed is {self.seed}; it must be at least 0 and below 2^32")
 
 
-PAPER = {"data": "c4", "tokenizer": "gpt2", "batch": 4_000_000, "eval_tokens": 100 * 128 * 1024}
+TINY = {"data": "stdlib", "tokenizer": "bytes", "inner_batch": 8, "eval_tokens": 65_536}
+PAPER = {"data": "c4", "tokenizer": "gpt2", "batch": 4_000_000, "eval_tokens": 10 * 128 * 1024}  # the paper: ten times
 DEFAULTS = {  # of the flags, by model
-    "tiny": {"data": "stdlib", "tokenizer": "bytes", "batch": 32_768, "inner_batch": 8, "eval_tokens": 131_072},
+    "tiny": {**TINY, "batch": 65_536, "steps": 20},  # steps: unless --tokens is given
     "45m": {**PAPER, "inner_batch": 32},
     "150m": {**PAPER, "inner_batch": 128},
+}
+TUNED = {  # of the flags, by model and method: the best of the grids in README.md
+    ("tiny", "gn"): {"schedule": "global cosine"},
+    ("tiny", "muon"): {"schedule": "constant", "momentum": 0.9},
+    ("tiny", "adamw"): {"schedule": "constant"},
 }
 
 
@@ -81,7 +85,7 @@ class Run(NamedTuple):
     settings: Any  # the method's Config, sizes filled in
     tokenizer: data.Tokenizer
     parameters: int  # how many the model has
-    flags: dict  # every flag and its value
+    values: dict  # of every flag
 
     @property
     def inner_tokens(self):
@@ -102,82 +106,26 @@ class Run(NamedTuple):
 # ---- the command line ----------------------------------------------------------------------------------------------
 
 
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line, through ValueError."""
-
-    def error(self, message):
-        raise ValueError(message)
-
-
-def flags_of(cls):
-    """The fields of a dataclass that are flags, each with its comment, which is its help."""
-    comments = dict(re.findall(r"^    (\w+): .*?#\s*(.*)$", inspect.getsource(cls), re.M))
-    derived = DERIVED if cls is not Config else ()
-    return {f.name: (f, comments.get(f.name, "")) for f in dataclasses.fields(cls) if f.name not in derived}
-
-
-def count(text):
-    """A whole number, with or without a suffix: 400k, 1.2m, 3b."""
-    match = re.fullmatch(r"([+-]?\d+(?:\.\d+)?)([kmb]?)", text.strip().lower().replace("_", "").replace(",", ""))
-    if not match:
-        raise ValueError(text)
-    value = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]]
-    if abs(value - round(value)) > 1e-6:
-        raise ValueError(text)
-    return round(value)
-
-
-def boolean(text):
-    return {"true": True, "false": False}[text.lower()]
-
-
-KINDS = {  # of flags: how a text becomes a value, and what to say where it does not
-    int: (count, "a whole number such as 32, 400k or 1.2m"),
-    float: (float, "a number"),
-    bool: (boolean, "true or false"),
-    str: (str, "a text"),
-}
-
-
 def parse(argv):
     """The command line as {flag: value}, defaults filled in. Raises ValueError for what is not valid."""
-    first = Parser(add_help=False, allow_abbrev=False)
-    for name in ("method", "model"):
-        first.add_argument(f"--{name}", default=getattr(Config, name))
-    known = first.parse_known_args(argv)[0]
-    for name, valid in (("method", METHODS), ("model", model.PRESETS)):
-        if getattr(known, name) not in valid:
-            raise ValueError(f"{name} is {getattr(known, name)!r}; valid: {', '.join(valid)}")
-    fields = {**flags_of(Config), **flags_of(METHODS[known.method][1]), **flags_of(model.Config)}
-    preset = dataclasses.asdict(model.PRESETS[known.model])
-    defaults = {name: preset.get(name, field.default) for name, (field, _) in fields.items()}
-    defaults |= {**DEFAULTS[known.model], "vocab_size": 0}
-    parser = Parser(prog="train.py", description=__doc__.split("\n")[0], allow_abbrev=False)
-    flag = lambda name: "--" + name.replace("_", "-")
-    for name, (field, comment) in fields.items():
-        shown = "" if defaults[name] is None else f" [default {defaults[name]}]"
-        parser.add_argument(flag(name), metavar=field.type.__name__, help=(comment + shown).replace("%", "%%"))
-    given, unknown = parser.parse_known_args(argv)
-    if unknown:
-        valid = ", ".join(map(flag, fields))
-        raise ValueError(f"unknown flag {unknown[0]}; valid with --method {known.method}: {valid}")
-    for name, text in vars(given).items():
-        if text is not None:
-            convert, what = KINDS[fields[name][0].type]
-            try:
-                defaults[name] = convert(text)
-            except (ValueError, KeyError, OverflowError):
-                raise ValueError(f"{flag(name)} is {text!r}; it must be {what}") from None
-    return defaults
+    method = flags.peek(argv, "method", Config.method, METHODS)
+    preset = flags.peek(argv, "model", Config.model, model.PRESETS)
+    fields = flags.fields_of(Config) | flags.fields_of(METHODS[method][1], DERIVED) | flags.fields_of(model.Config)
+    values = {name: default for name, (_, default, _) in fields.items()} | dataclasses.asdict(model.PRESETS[preset])
+    values |= {**DEFAULTS[preset], **TUNED.get((preset, method), {}), "vocab_size": 0}
+    given = flags.parse(argv, fields, values, __doc__.split("\n")[0])
+    if "tokens" in given:
+        values["steps"] = None
+    return values | given
 
 
 def configure(argv):
     """The Run of a command line, sizes worked out. Raises ValueError for what is not valid; writes nothing."""
-    flags = parse(argv)
-    pick = lambda cls: {name: flags[name] for name in flags_of(cls)}
+    values = parse(argv)
+    pick = lambda cls: {name: values[name] for name in flags.fields_of(cls, DERIVED if cls is not Config else ())}
     config = Config(**pick(Config))
     data.files(config.data)
-    tokenizer = data.tokenizer(config.tokenizer, flags["vocab_size"])
+    tokenizer = data.tokenizer(config.tokenizer, values["vocab_size"])
     network = model.Config(**pick(model.Config) | {"vocab_size": tokenizer.vocab_size})
     if config.batch < network.context:
         raise ValueError(f"batch is {config.batch} tokens, fewer than one sequence of context {network.context}")
@@ -188,11 +136,11 @@ def configure(argv):
     steps = config.steps or max(1, round(tokens / batch))
     method, cls = METHODS[config.method]
     settings = cls(network, inner_steps, steps, **pick(cls))
-    flags |= {"vocab_size": tokenizer.vocab_size, "batch": batch, "tokens": tokens, "steps": steps, "out": None}
-    digest = hashlib.sha256(json.dumps(flags).encode()).hexdigest()[:6]
+    values |= {"vocab_size": tokenizer.vocab_size, "batch": batch, "tokens": tokens, "steps": steps, "out": None}
+    digest = checkpoint.digest(values, checkpoint.code())[:6]
     name = f"{config.method}-{config.model}-{batch}-lr{settings.lr}-seed{config.seed}-{digest}"
-    flags["out"] = config.out or f"runs/{name}"
-    return Run(Config(**pick(Config)), method, settings, tokenizer, parameters, flags)
+    values["out"] = config.out or f"runs/{name}"
+    return Run(Config(**pick(Config)), method, settings, tokenizer, parameters, values)
 
 
 # ---- training ------------------------------------------------------------------------------------------------------
@@ -205,23 +153,24 @@ class Stop(Exception):
 class Live:
     """What goes on around a step: batches are read, bars move, the newest state is at hand, a signal ends it."""
 
-    def __init__(self, run, corpus):
-        self.run, self.corpus = run, corpus
-        self.signal = self.state = self.bar = None
+    def __init__(self, run):
+        self.run = run
+        self.corpus = self.signal = self.state = None
+        self.bars = []
 
     def caught(self, number, frame):
-        """Signal handler: the first signal ends the run after the inner step at hand, a second one at once."""
-        if self.signal:
-            sys.exit(128 + number)
+        """Signal handler."""
         self.signal = number
+        raise Stop
 
     def read(self, first):
         """The function k -> training batch number first + k, int32 [B, T+1]."""
 
         def batch(k):
-            if self.signal:
+            if self.signal:  # also where something between here and the handler took the exception
                 raise Stop
-            self.bar.update(self.run.inner_tokens)
+            for bar in self.bars:
+                bar.update(self.run.inner_tokens)
             config, context = self.run.config, self.run.settings.model.context
             return data.batch(self.corpus.train, context, config.inner_batch, config.seed, first + k)
 
@@ -233,25 +182,33 @@ class Live:
             jax.block_until_ready(self.state.k)
         self.state = state
 
-    def tokens(self, title, batches):
-        """Starts a bar over the tokens of so many inner batches, with tokens/s and time left."""
-        self.state = None
-        total = batches * self.run.inner_tokens
-        self.bar = tqdm(total=total, desc=title, unit="tok", unit_scale=True, leave=False, disable=None)
-        return self.bar
+    @contextmanager
+    def bar(self, title, batches, done=0):
+        """A bar over the tokens of so many inner batches, with tokens/s and time left."""
+        inner = self.run.inner_tokens
+        form = dict(unit="tok", unit_scale=True, leave=False, disable=None)
+        with tqdm(total=batches * inner, initial=done * inner, desc=title, **form) as bar:
+            self.bars.append(bar)
+            try:
+                yield
+            finally:
+                self.bars.remove(bar)
 
 
 def warm_up(run, live):
-    """(θ_0, last loss): AdamW, one inner batch a step, on the first tokens; made once for all runs that share it."""
+    """(θ_0, last loss): AdamW, one inner batch a step, on the first tokens; made once for all runs that share it.
+
+    Raises FloatingPointError where the loss is not finite.
+    """
     config, network, steps = run.config, run.settings.model, run.warmup_batches
     made = {"params": model.init(network, jax.random.key(config.seed)), "loss": jnp.full((), jnp.nan)}
     if not steps:
         return made["params"], None
     settings = baselines.AdamW(network, 1, steps, lr=config.warmup_lr, schedule="constant", warmup=0.1)
-    code = [(Path(__file__).parent / f"{name}.py").read_text() for name in ("model", "attention", "baselines", "data")]
     machine = [jax.__version__, jax.devices()[0].device_kind]
-    what = [repr(settings), config.inner_batch, config.seed, live.corpus.meta["sha256"], code, machine]
-    path = Path("data") / f"warmup-{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12]}.npz"
+    code = checkpoint.code("model", "attention", "baselines", "data")
+    key = checkpoint.digest(repr(settings), config.inner_batch, config.seed, live.corpus.meta["sha256"], machine, code)
+    path = Path("data") / f"warmup-{key[:12]}.npz"
     if path.exists():
         try:
             made = checkpoint.load(path, made)
@@ -259,28 +216,32 @@ def warm_up(run, live):
         except ValueError as error:
             print(f"{error}; the warm-up is made again", file=sys.stderr)
     state = baselines.init(made["params"], settings)
-    with live.tokens("warm-up", steps):
+    with live.bar("warm-up", steps):
         for i in range(steps):
             state, metrics = baselines.update(state, live.read(i), None, settings, live.watch)
-    checkpoint.save(path, {"params": state.params, "loss": metrics["train_loss"]})
-    return state.params, metrics["train_loss"]
+    made = {"params": state.params, "loss": metrics["train_loss"]}
+    if not all(jnp.isfinite(a).all() for a in jax.tree.leaves(made)):
+        raise FloatingPointError("the warm-up diverged; try a smaller --warmup-lr")
+    checkpoint.save(path, made)
+    return made["params"], made["loss"]
 
 
 loss = jax.jit(model.loss, static_argnums=0)
 
 
 def evaluate(run, corpus, params):
-    """Mean loss (nats a token) on held-out windows, the same ones at every step and for every seed."""
-    network = run.settings.model
-    windows = data.windows(corpus.val, network.context)
-    size = min(run.config.inner_batch, windows)
-    count = max(1, min(run.config.eval_tokens // network.context, windows) // size)
-    total = sum(loss(network, params, data.batch(corpus.val, network.context, size, 0, i)) for i in range(count))
-    return float(total) / count
+    """Mean loss (nats a token) on held-out windows, the same ones at every step, for every seed and inner batch."""
+    context, size = run.settings.model.context, run.config.inner_batch
+    windows = max(1, min(run.config.eval_tokens // context, data.windows(corpus.val, context)))
+    total = 0.0
+    for i in range(0, windows, size):
+        rows = data.sequences(corpus.val, context, 0, range(i, min(i + size, windows)))
+        total += loss(run.settings.model, params, rows) * len(rows)
+    return float(total) / windows
 
 
 def log_row(run, corpus, params, t, metrics):
-    """What log.jsonl holds of outer step t. Raises FloatingPointError where the loss is not finite."""
+    """What log.jsonl holds of outer step t. Raises FloatingPointError where the validation loss is not finite."""
     value = evaluate(run, corpus, params)
     if not math.isfinite(value):
         kept = "the checkpoint before it is kept; try a smaller --lr"
@@ -290,43 +251,51 @@ def log_row(run, corpus, params, t, metrics):
     row = {"step": t, "tokens": tokens, "tokens_line_search": t * run.settings.fresh_batches * run.inner_tokens}
     row |= {"train_loss": metrics.get("train_loss"), "val_loss": value, "val_bpb": bits}
     row |= {name: metrics.get(name) for name in ("lr", "alpha", "inner_loss", "seconds")}
-    return {name: float(x) if isinstance(x, jax.Array) else x for name, x in row.items()}
+    row = {name: float(x) if isinstance(x, jax.Array) else x for name, x in row.items()}
+    return {name: x if x is None or math.isfinite(x) else None for name, x in row.items()}
 
 
-def train(run, corpus, live):
-    """From the newest checkpoint, or the warm-up, to the last outer step or the target loss; returns the log's rows."""
+def train(run, corpus, state, rows, live):
+    """From state, or the warm-up where it is None, to the last outer step or the target loss; the log's rows."""
     config, settings, folder = run.config, run.settings, Path(run.config.out)
-    start = time.perf_counter()
-    params, warm_loss = warm_up(run, live)
-    metrics = {"train_loss": warm_loss, "seconds": time.perf_counter() - start}
-    state = run.method.init(params, settings)
-    if (folder / "checkpoint.npz").exists():
-        state = checkpoint.load(folder / "checkpoint.npz", state)
-    rows = [row for row in checkpoint.read_log(folder) if row["step"] <= int(state.t)]
-    print(HEADER, *map(table_row, rows), sep="\n")
-    outer_bar = tqdm(total=config.steps, initial=int(state.t), desc=config.method, unit="step", disable=None)
-    for t in range(int(state.t), config.steps + 1):
-        if not rows or rows[-1]["step"] < t:
-            rows.append(log_row(run, corpus, state.params, t, metrics))
-            checkpoint.write_log(folder, rows)
-            checkpoint.save(folder / "checkpoint.npz", state)
-            tqdm.write(table_row(rows[-1]))
-        if t == config.steps or (config.target_loss and rows[-1]["val_loss"] <= config.target_loss):
-            break
-        start, first = time.perf_counter(), run.warmup_batches + t * run.step_batches
-        try:
-            with live.tokens(f"step {t + 1}", run.step_batches):
-                batches, fresh = live.read(first), live.read(first + settings.inner_steps)
-                state, metrics = run.method.update(state, batches, fresh, settings, live.watch)
-                jax.block_until_ready(state)
-        except Stop:
-            if live.state is not None:
-                checkpoint.save(folder / "checkpoint.npz", live.state)
-            raise
+    metrics = {}
+    if state is None:
+        start = time.perf_counter()
+        params, metrics["train_loss"] = warm_up(run, live)
         metrics["seconds"] = time.perf_counter() - start
-        outer_bar.update()
-    outer_bar.close()
-    return rows
+        state = run.method.init(params, settings)
+    t0, reads, warm = int(state.t), run.step_batches, run.warmup_batches
+    print(HEADER, *map(table_row, rows), sep="\n")
+    with live.bar(config.method, config.steps * reads, t0 * reads):
+        for t in range(t0, config.steps + 1):
+            if not rows or rows[-1]["step"] < t:
+                rows.append(log_row(run, corpus, state.params, t, metrics))
+                checkpoint.write_log(folder, rows)
+                checkpoint.save(folder / "checkpoint.npz", state)
+                tqdm.write(table_row(rows[-1]))
+            if t == config.steps or (config.target_loss and rows[-1]["val_loss"] <= config.target_loss):
+                return rows
+            batches, fresh = live.read(warm + t * reads), live.read(warm + t * reads + settings.inner_steps)
+            start, live.state = time.perf_counter(), None
+            try:
+                with live.bar(f"step {t + 1}", reads):
+                    state, metrics = run.method.update(state, batches, fresh, settings, live.watch)
+                    jax.block_until_ready(state)
+            except Stop:
+                if live.state is not None:
+                    checkpoint.save(folder / "checkpoint.npz", live.state)
+                raise
+            metrics["seconds"] = time.perf_counter() - start
+
+
+def resume(run):
+    """The state and the log's rows that the run's folder holds, or None and []. Raises ValueError where damaged."""
+    path = Path(run.config.out) / "checkpoint.npz"
+    if not path.exists():
+        return None, []
+    init = lambda: run.method.init(model.init(run.settings.model, jax.random.key(0)), run.settings)
+    state = checkpoint.load(path, jax.eval_shape(init))
+    return state, [row for row in checkpoint.read_log(path.parent) if row["step"] <= int(state.t)]
 
 
 # ---- what is printed -----------------------------------------------------------------------------------------------
@@ -345,7 +314,7 @@ def table_row(row):
 def report(run, corpus):
     """Says what is about to run."""
     config, network = run.config, run.settings.model
-    print(" ".join(f"{name}={value}" for name, value in run.flags.items()))
+    print(" ".join(f"{name}={value}" for name, value in run.values.items()))
     device = jax.devices()[0].device_kind
     tokens = corpus.meta["train_tokens"]
     inner = f"{run.settings.inner_steps} x {config.inner_batch} x {network.context}"
@@ -377,26 +346,30 @@ def main(argv=None):
 
     No traceback for any of these: one line on standard error.
     """
-    old = {}
+    live, handlers = Live(None), {}
     try:
-        run = configure(sys.argv[1:] if argv is None else argv)
-        corpus = data.prepare(run.config.data, run.tokenizer, run.settings.model.context)
-        live = Live(run, corpus)
-        old = {number: signal.signal(number, live.caught) for number in (signal.SIGINT, signal.SIGTERM)}
-        checkpoint.open_folder(run.config.out, run.flags | {"out": None, "corpus": corpus.meta["sha256"]})
+        handlers = {number: signal.signal(number, live.caught) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            run = live.run = configure(sys.argv[1:] if argv is None else argv)
+            folder, about = Path(run.config.out), run.values | {"out": None}
+            checkpoint.check_folder(folder, about)
+            corpus = live.corpus = data.prepare(run.config.data, run.tokenizer, run.settings.model.context)
+            state, rows = resume(run)
+            checkpoint.open_folder(folder, about | {"corpus": corpus.meta["sha256"]})
+        except ValueError as error:
+            print(f"train.py: {error}", file=sys.stderr)
+            return 2
         report(run, corpus)
-        summary(run, train(run, corpus, live))
-    except ValueError as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        return 2
+        summary(run, train(run, corpus, state, rows, live))
     except (FloatingPointError, OSError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 1
     except Stop:
-        print(f"stopped; the same command goes on from what {run.config.out} holds", file=sys.stderr)
+        kept = live.run and (Path(live.run.config.out) / "checkpoint.npz").exists()
+        print("stopped;", "the same command goes on from here" if kept else "nothing to save yet", file=sys.stderr)
         return 128 + live.signal
     finally:
-        for number, handler in old.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
     return 0
 

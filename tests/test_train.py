@@ -17,6 +17,7 @@ from conftest import assert_same
 import baselines
 import checkpoint
 import data
+import flags
 import gn
 import model
 import train
@@ -107,20 +108,12 @@ def test_evaluation_is_the_mean_over_held_out_windows(here):
     )
 
 
-def test_training_reads_the_batches_that_its_place_says(here):
-    """Warm-up, then each step its own inner batches and its own fresh ones: none is read twice, none is left out."""
-    read = []
-    original = data.batch
-    data.batch = lambda tokens, context, size, seed, index: (
-        read.append((len(tokens), index)) or original(tokens, context, size, seed, index)
-    )
-    try:
-        assert run("--method", "gn", "--out", "r", "--seed", "5") == 0
-    finally:
-        data.batch = original
-    corpus = data.prepare("text.txt", data.tokenizer("bytes"), 16)
-    training = [index for n, index in read if n == len(corpus.train)]
-    assert training == list(range(2 + 3 * 6))
+def test_training_reads_the_batches_that_its_place_says(here, monkeypatch):
+    """Warm-up, then each step its own inner batches and its own fresh ones: in order, none twice, none left out."""
+    read, original = [], data.batch
+    monkeypatch.setattr(data, "batch", lambda tokens, *place: read.append(place) or original(tokens, *place))
+    assert run("--method", "gn", "--out", "r", "--seed", "5") == 0
+    assert read == [(16, 4, 5, index) for index in range(2 + 3 * 6)]
 
 
 def test_a_finished_run_is_not_run_again(here, capsys):
@@ -132,8 +125,8 @@ def test_a_finished_run_is_not_run_again(here, capsys):
 
 
 def test_warm_up_is_shared_by_methods_and_not_by_seeds(here):
-    for flags in (["--method", "gn"], ["--method", "muon"], ["--method", "gn", "--lr", "0.02"]):
-        assert run(*flags) == 0
+    for more in (["--method", "gn"], ["--method", "muon"], ["--method", "gn", "--lr", "0.02"]):
+        assert run(*more) == 0
     assert len(list(Path("data").glob("warmup-*.npz"))) == 1
     first = [rows(out)[0]["val_loss"] for out in Path("runs").iterdir()]
     assert len(first) == 3 and len(set(first)) == 1
@@ -154,22 +147,54 @@ def test_a_damaged_warm_up_is_made_again(here, capsys):
 def test_a_run_that_is_stopped_anywhere_goes_on_bitwise(here, monkeypatch, method):
     """SIGTERM after the n-th batch, n all over a run: status 143; the same command then ends in the same state."""
     assert run("--method", method, "--out", "whole") == 0
-    batches, original = 2 + 3 * (6 if method == "gn" else 3), data.batch
-    for n in range(3, batches, 4):
+    batches, original = 3 * (6 if method == "gn" else 3), data.batch
+    for n in range(0, batches, 4):
         count = iter(range(10_000))
 
         def counted(*place, n=n, count=count):
-            if place[0].size > 10_000 and next(count) == n:  # the training side
+            if next(count) == n:
                 os.kill(os.getpid(), signal.SIGTERM)
             return original(*place)
 
         monkeypatch.setattr(data, "batch", counted)
-        status = run("--method", method, "--out", f"stopped{n}")
+        assert run("--method", method, "--out", f"stopped{n}") == 143
         monkeypatch.setattr(data, "batch", original)
-        assert status == (143 if n < batches - 1 else 0)
         assert run("--method", method, "--out", f"stopped{n}") == 0
         assert_same(everything(f"stopped{n}"), everything("whole"))
         assert without_time(rows(f"stopped{n}")) == without_time(rows("whole"))
+
+
+@pytest.mark.parametrize("module, name", [(data, "write"), (data, "batch"), (train, "evaluate"), (checkpoint, "save")])
+def test_a_signal_outside_of_steps_ends_the_run_too(here, monkeypatch, capsys, module, name):
+    """While the corpus is tokenized, in the warm-up, in an evaluation, while saving: one line, nothing broken."""
+    original = getattr(module, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, lambda *args: os.kill(os.getpid(), signal.SIGINT) or original(*args))
+        assert run("--method", "gn", "--out", "r") == 130
+    err = capsys.readouterr().err
+    assert "stopped; nothing to save yet" in err and err.count("\n") == 1
+    assert not list(here.glob("**/*draft*"))
+    assert run("--method", "gn", "--out", "r") == 0
+
+
+def test_resuming_does_not_need_the_warm_up(here, monkeypatch):
+    """From a checkpoint the warm-up is not made again, though its cache is gone."""
+    assert run("--method", "gn", "--out", "r") == 0
+    for path in Path("data").glob("warmup-*"):
+        path.unlink()
+    monkeypatch.setattr(train, "warm_up", None)
+    assert run("--method", "gn", "--out", "r") == 0
+
+
+def test_other_code_is_another_run(here, monkeypatch, capsys):
+    """The default folder's name depends on the code; in a folder that is named, a change of the code is said."""
+    assert run("--method", "adamw") == 0 and run("--method", "adamw", "--out", "r") == 0
+    monkeypatch.setattr(checkpoint, "code", lambda *modules: "changed")
+    assert run("--method", "adamw") == 0
+    assert len(list(Path("runs").iterdir())) == 2
+    capsys.readouterr()
+    assert run("--method", "adamw", "--out", "r") == 0
+    assert "r was begun with other code" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_a_real_process_cleanly(here):
@@ -203,7 +228,9 @@ def test_target_loss_stops_the_run(here, capsys):
     assert losses[3] < losses[1]
     assert run("--method", "gn", "--out", "r", "--steps", "4", "--target-loss", str(losses[1] + 1e-6)) == 0
     assert [row["val_loss"] for row in rows("r")] == losses[:2]
-    assert "reached" in capsys.readouterr().out
+    assert f"{losses[1] + 1e-6} reached" in capsys.readouterr().out
+    assert run("--method", "gn", "--out", "s", "--steps", "1", "--target-loss", "0.01") == 0
+    assert "target loss 0.01 not reached" in capsys.readouterr().out
 
 
 def test_reading_the_corpus_more_than_once_is_said(here, capsys):
@@ -211,6 +238,25 @@ def test_reading_the_corpus_more_than_once_is_said(here, capsys):
     assert "the corpus" not in capsys.readouterr().out
     assert run("--method", "gn", "--out", "b", "--batch", "19200", "--steps", "5", "--inner-batch", "300") == 0
     assert "the run reads 192," in capsys.readouterr().out
+
+
+def test_what_is_not_finite_is_null_in_the_log(here, monkeypatch):
+    """A refused step may have an inner loss of NaN, which JSON has not."""
+    original = gn.update
+
+    def update(*args):
+        state, metrics = original(*args)
+        return state, metrics | {"inner_loss": jnp.nan * metrics["inner_loss"]}
+
+    monkeypatch.setattr(gn, "update", update)
+    assert run("--method", "gn", "--out", "r") == 0
+    assert "NaN" not in Path("r/log.jsonl").read_text() and rows("r")[1]["inner_loss"] is None
+
+
+def test_a_diverging_warm_up_is_not_kept(here, capsys):
+    assert run("--method", "gn", "--out", "r", "--warmup-lr", "1e38", "--tokens", "20k") == 1
+    assert "try a smaller --warmup-lr" in capsys.readouterr().err
+    assert not list(Path("data").glob("warmup-*"))
 
 
 def test_a_diverging_run_ends_with_its_last_good_checkpoint(here, capsys):
@@ -223,11 +269,11 @@ def test_a_diverging_run_ends_with_its_last_good_checkpoint(here, capsys):
 BAD = {
     "unknown flag": (
         ["--learning-rate", "1"],
-        "unknown flag --learning-rate; valid with --method gn: --method, --model",
+        "unknown flag --learning-rate; valid with this method: --method, --model",
     ),
     "flag of another method": (
         ["--method", "adamw", "--damping", "1"],
-        "unknown flag --damping; valid with --method adamw",
+        "unknown flag --damping; valid with this method: --method, --model",
     ),
     "abbreviated flag": (["--stepz", "1"], "unknown flag --stepz"),
     "stray word": (["hello"], "unknown flag hello"),
@@ -253,10 +299,15 @@ BAD = {
     "schedule": (["--schedule", "linear"], "valid: constant+inner cosine, global cosine"),
     "dtype": (["--dtype", "float16"], "valid: float32, bfloat16"),
     "seed": (["--seed", "-1"], "seed is -1"),
+    "seed of 33 bits": (["--seed", "4294967296"], "seed is 4294967296"),
+    "damping": (["--damping", "nan"], "damping"),
+    "target": (["--target-loss", "0"], "target_loss is 0.0; it must be a positive number"),
+    "target that is no number": (["--target-loss", "nan"], "target_loss is nan"),
     "vocabulary": (["--vocab-size", "300"], "tokenizer bytes has 256 ids"),
     "warm-up": (["--warmup-fraction", "2"], "warmup_fraction is 2.0"),
     "a folder that is no run": (["--out", "."], "is there and is not a run"),
     "a file as folder": (["--out", "text.txt"], "is there and is not a run"),
+    "a folder of another program": (["--out", "other"], "is there and is not a run"),
 }
 
 
@@ -264,7 +315,8 @@ BAD = {
 def test_bad_input_is_one_line_and_status_2_and_nothing_written(here, capsys, flags, says):
     Path("empty.txt").touch()
     Path("picture.txt").write_bytes(b"\x89PNG\r\n\x1a\n" * 100)
-    data.prepare("text.txt", data.tokenizer("bytes"), 16)  # so that what is left to write is the run
+    Path("other").mkdir()
+    Path("other/config.json").write_text('{"architectures": []}')
     listing = lambda: {p: p.is_dir() or p.stat().st_mtime_ns for p in here.rglob("*")}
     before = listing()
     assert run(*flags) == 2
@@ -301,13 +353,14 @@ def test_help_names_every_flag_with_its_meaning(capsys):
     out = capsys.readouterr().out
     assert end.value.code == 0
     for cls in (train.Config, gn.Config, model.Config):
-        for name, (_, comment) in train.flags_of(cls).items():
+        for name, (_, _, comment) in flags.fields_of(cls, train.DERIVED if cls is gn.Config else ()).items():
             assert f"--{name.replace('_', '-')} " in out and comment, name
 
 
 def test_no_two_configs_share_a_flag():
     for _, cls in train.METHODS.values():
-        names = [name for c in (train.Config, cls, model.Config) for name in train.flags_of(c)]
+        own = flags.fields_of(cls, train.DERIVED)
+        names = [*flags.fields_of(train.Config), *own, *flags.fields_of(model.Config)]
         assert len(names) == len(set(names))
 
 
@@ -315,7 +368,7 @@ def test_no_two_configs_share_a_flag():
     "text, value", [("400k", 400_000), ("1.2m", 1_200_000), ("3b", 3_000_000_000), ("32", 32), ("1_000", 1000)]
 )
 def test_counts(text, value):
-    assert train.count(text) == value
+    assert flags.count(text) == value
 
 
 def test_the_paper_sizes():

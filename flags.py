@@ -1,0 +1,82 @@
+"""The command line, made from the fields of dataclasses: a field's comment is its help, so both are written once."""
+
+import argparse
+import dataclasses
+import inspect
+import re
+
+
+def fields_of(cls, derived=()):
+    """The fields of a dataclass that are flags, {name: (type, default, help)}; those in `derived` are not."""
+    comments = dict(re.findall(r"^    (\w+): .*?#\s*(.*)$", inspect.getsource(cls), re.M))
+    return {
+        f.name: (f.type, f.default, comments.get(f.name, "")) for f in dataclasses.fields(cls) if f.name not in derived
+    }
+
+
+def count(text):
+    """A whole number, with or without a suffix: 400k, 1.2m, 3b. Raises ValueError where it is none."""
+    match = re.fullmatch(r"([+-]?\d+(?:\.\d+)?)([kmb]?)", text.strip().lower().replace("_", ""))
+    if not match:
+        raise ValueError(text)
+    value = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]]
+    if abs(value - round(value)) > 1e-6:
+        raise ValueError(text)
+    return round(value)
+
+
+def boolean(text):
+    """true or false. Raises KeyError where it is neither."""
+    return {"true": True, "false": False}[text.lower()]
+
+
+KINDS = {  # how a text becomes a value, and what it must be
+    int: (count, "a whole number such as 32, 400k or 1.2m"),
+    float: (float, "a number"),
+    bool: (boolean, "true or false"),
+    str: (str, "a text"),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are ValueErrors of one line."""
+
+    def __init__(self, **options):
+        super().__init__(prog="train.py", allow_abbrev=False, **options)
+
+    def error(self, message):
+        raise ValueError(message)
+
+
+def peek(argv, name, default, valid):
+    """The value of one flag, before the others are known. Raises ValueError where it is not one of `valid`."""
+    parser = Parser(add_help=False)
+    parser.add_argument(f"--{name}", default=default)
+    value = vars(parser.parse_known_args(argv)[0])[name]
+    if value not in valid:
+        raise ValueError(f"{name} is {value!r}; valid: {', '.join(valid)}")
+    return value
+
+
+def parse(argv, fields, defaults, about):
+    """What the command line sets, {name: value}; `fields` as from fields_of, `defaults` for the help.
+
+    Raises ValueError, in one line that says what would be valid, for an unknown flag or a value of the wrong kind.
+    """
+    flag = lambda name: "--" + name.replace("_", "-")
+    parser = Parser(description=about)
+    for name, (kind, _, comment) in fields.items():
+        shown = "" if defaults[name] is None else f" [default {defaults[name]}]"
+        parser.add_argument(flag(name), metavar=kind.__name__, help=(comment + shown).replace("%", "%%"))
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise ValueError(f"unknown flag {unknown[0]}; valid with this method: {', '.join(map(flag, fields))}")
+    values = {}
+    for name, text in vars(given).items():
+        if text is not None:
+            convert, what = KINDS[fields[name][0]]
+            try:
+                values[name] = convert(text)
+            except (ValueError, KeyError):
+                raise ValueError(f"{flag(name)} is {text!r}; it must be {what}") from None
+    return values
