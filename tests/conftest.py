@@ -1,6 +1,7 @@
 """Strict mode for every test, and the small models that they share. Warnings are errors: see pyproject.toml."""
 
 import dataclasses
+from functools import partial
 
 import hypothesis
 import jax
@@ -49,6 +50,7 @@ def random_tokens(config, size, seed=0):
     return np.random.default_rng(seed).integers(0, config.vocab_size, shape).astype(np.int32)
 
 
+@partial(jax.jit, static_argnums=0)
 def logits(config, params, tokens):
     """The model's logits the plain way, [B, T, V]: what the chunked code never holds."""
     return model.hidden(config, params, tokens[:, :-1]) @ params["head"]

@@ -28,11 +28,16 @@ def config_of(network, **changes):
     return gn.Config(**{"model": network, "inner_steps": 2, "outer_steps": 3} | changes)
 
 
+def compiled(network, **changes):
+    """gn.value_and_grad of the quadratic, compiled: (θ_t, δ, tokens) -> (loss, L2), gradient."""
+    return jax.jit(partial(gn.value_and_grad, gn.quadratic, config=config_of(network, **changes)))
+
+
 def dense(network, params, tokens):
     """(loss, gradient [P], G [P, P]) by the textbook: J, p - onehot(y), and diag(p) - p pᵀ, a token at a time."""
     flat, unravel = ravel_pytree(params)
     f = lambda flat: logits(network, unravel(flat), tokens).reshape(-1, network.vocab_size)  # [n, V]
-    z, J = np.asarray(f(flat)), np.asarray(jax.jacfwd(f)(flat))  # [n, V], [n, V, P]
+    z, J = map(np.asarray, jax.jit(lambda flat: (f(flat), jax.jacfwd(f)(flat)))(flat))  # [n, V], [n, V, P]
     p = np.exp(z) / np.exp(z).sum(axis=1, keepdims=True)
     y = np.eye(network.vocab_size)[tokens[:, 1:].reshape(-1)]
     loss, grad, G = 0.0, 0.0, 0.0
@@ -69,7 +74,7 @@ def test_gradient_at_zero_is_the_ordinary_gradient(toy, float64):
     """∇L2(θ_t) = ∇L(θ_t), and both values are L(θ_t)."""
     params, tokens = random_params(toy), random_tokens(toy, 3)
     zero = jax.tree.map(jnp.zeros_like, params)
-    values, grad = gn.value_and_grad(gn.quadratic, params, zero, tokens, config_of(toy))
+    values, grad = compiled(toy)(params, zero, tokens)
 
     def plain(params):
         z = jax.nn.log_softmax(logits(toy, params, tokens))
@@ -94,7 +99,7 @@ def test_gradient_is_affine_in_delta(seed, a, b):
 
 
 LOSS = jax.jit(partial(model.loss, TOY))
-GRAD = jax.jit(partial(gn.value_and_grad, gn.quadratic, config=config_of(TOY)))
+GRAD = compiled(TOY)
 
 
 def test_curvature_product_is_symmetric_and_positive(float64):
@@ -102,8 +107,8 @@ def test_curvature_product_is_symmetric_and_positive(float64):
     params, tokens = random_params(TOY), random_tokens(TOY, 2)
     flat, unravel = ravel_pytree(params)
     u, v = np.random.default_rng(3).normal(size=(2, flat.size))
-    objective = partial(gn.quadratic, linear=0.0)
-    G = lambda v: ravel_pytree(gn.value_and_grad(objective, params, unravel(v), tokens, config_of(TOY))[1])[0]
+    product = jax.jit(partial(gn.value_and_grad, partial(gn.quadratic, linear=0.0), config=config_of(TOY)))
+    G = lambda v: ravel_pytree(product(params, unravel(v), tokens)[1])[0]
     assert math.isclose(u @ G(v), v @ G(u), rel_tol=1e-10)
     assert v @ G(v) > 0 and u @ G(u) > 0
 
@@ -113,7 +118,7 @@ def test_chunks_do_not_change_anything(float64):
     params, tokens = random_params(TOY), random_tokens(TOY, 3)
     delta = random_params(TOY, seed=1)
     results = [
-        gn.value_and_grad(gn.quadratic, params, delta, tokens, config_of(dataclasses.replace(TOY, head_chunk=c)))
+        compiled(dataclasses.replace(TOY, head_chunk=c))(params, delta, tokens)
         for c in (1, 7, 15, 1000)
     ]
     for other in results[1:]:
@@ -159,8 +164,8 @@ def test_cg_update_is_the_dense_solve(toy, float64, damping):
     solved = gn.solve(gn.init(params, config), jnp.stack([batches(0), batches(1)]), config)
     close(ravel_pytree(solved.theta)[0] - flat, step, 1e-6)
 
-    there = [np.mean([model.loss(toy, unravel(flat + a * step), fresh(k)) for k in range(2)]) for a in GRID]
-    here = np.mean([model.loss(toy, params, fresh(k)) for k in range(2)])
+    at = jax.jit(lambda flat: sum(model.loss(toy, unravel(flat), fresh(k)) for k in range(2)) / 2)
+    there, here = [at(flat + a * step) for a in GRID], at(flat)
     alpha = GRID[int(np.argmin(there))] if min(there) < here else 0.0
     assert (alpha > 0) == (
         damping == 3.0

@@ -10,6 +10,8 @@ from conftest import TOY, logits, random_params, random_tokens
 
 import model
 
+COMPILED = jax.jit(model.value_and_grad, static_argnums=0)
+
 
 @pytest.mark.parametrize("preset, count", [("45m", 45_363_712), ("150m", 134_142_720)])
 def test_parameter_count_is_the_papers(preset, count):
@@ -77,8 +79,8 @@ def test_loss_and_gradient_are_the_plain_ones(toy, float64):
         z = jax.nn.log_softmax(logits(toy, params, tokens))
         return -jnp.mean(jnp.take_along_axis(z, tokens[:, 1:, None], axis=-1))
 
-    value, grad = model.value_and_grad(toy, params, tokens)
-    np.testing.assert_allclose(model.loss(toy, params, tokens), plain(params), rtol=1e-13)
+    value, grad = COMPILED(toy, params, tokens)
+    np.testing.assert_allclose(jax.jit(model.loss, static_argnums=0)(toy, params, tokens), plain(params), rtol=1e-13)
     np.testing.assert_allclose(value, plain(params), rtol=1e-13)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grad, jax.grad(plain)(params))
 
@@ -107,7 +109,7 @@ def test_bfloat16_is_close_to_float32(toy):
     """dtype bfloat16 rounds what matrix products read, to 8 bits, and nothing that is stored."""
     params, tokens = random_params(toy), random_tokens(toy, 4)
     rounded = dataclasses.replace(toy, dtype="bfloat16")
-    (value, grad), (value16, grad16) = (model.value_and_grad(c, params, tokens) for c in (toy, rounded))
+    (value, grad), (value16, grad16) = (COMPILED(c, params, tokens) for c in (toy, rounded))
     assert value16.dtype == jnp.float32 and {a.dtype for a in jax.tree.leaves(grad16)} == {jnp.dtype("float32")}
     assert 0 < abs(value16 - value) < 0.02 * value
     error = [
