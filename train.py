@@ -256,36 +256,44 @@ def log_row(run, corpus, params, t, metrics):
 
 
 def train(run, corpus, state, rows, live):
-    """From state, or the warm-up where it is None, to the last outer step or the target loss; the log's rows."""
-    config, settings, folder = run.config, run.settings, Path(run.config.out)
-    metrics = {}
+    """From state, or the warm-up where it is None, to the last outer step or the target loss; the log's rows.
+
+    Raises Stop where a signal came, after saving the newest state.
+    """
+    config, folder, metrics = run.config, Path(run.config.out), {}
     if state is None:
         start = time.perf_counter()
         params, metrics["train_loss"] = warm_up(run, live)
         metrics["seconds"] = time.perf_counter() - start
-        state = run.method.init(params, settings)
-    t0, reads, warm = int(state.t), run.step_batches, run.warmup_batches
+        state = run.method.init(params, run.settings)
+    live.state, t0 = None, int(state.t)
     print(HEADER, *map(table_row, rows), sep="\n")
-    with live.bar(config.method, config.steps * reads, t0 * reads):
-        for t in range(t0, config.steps + 1):
-            if not rows or rows[-1]["step"] < t:
-                rows.append(log_row(run, corpus, state.params, t, metrics))
-                checkpoint.write_log(folder, rows)
-                checkpoint.save(folder / "checkpoint.npz", state)
-                tqdm.write(table_row(rows[-1]))
-            if t == config.steps or (config.target_loss and rows[-1]["val_loss"] <= config.target_loss):
-                return rows
-            batches, fresh = live.read(warm + t * reads), live.read(warm + t * reads + settings.inner_steps)
-            start, live.state = time.perf_counter(), None
-            try:
-                with live.bar(f"step {t + 1}", reads):
-                    state, metrics = run.method.update(state, batches, fresh, settings, live.watch)
-                    jax.block_until_ready(state)
-            except Stop:
-                if live.state is not None:
-                    checkpoint.save(folder / "checkpoint.npz", live.state)
-                raise
-            metrics["seconds"] = time.perf_counter() - start
+    try:
+        with live.bar(config.method, config.steps * run.step_batches, t0 * run.step_batches):
+            for t in range(t0, config.steps + 1):
+                if not rows or rows[-1]["step"] < t:
+                    rows.append(log_row(run, corpus, state.params, t, metrics))
+                    checkpoint.write_log(folder, rows)
+                    checkpoint.save(folder / "checkpoint.npz", state)
+                    live.state = None
+                    tqdm.write(table_row(rows[-1]))
+                if t == config.steps or (config.target_loss and rows[-1]["val_loss"] <= config.target_loss):
+                    return rows
+                state, metrics = outer_step(run, state, t, live)
+    except Stop:
+        if live.state is not None:
+            checkpoint.save(folder / "checkpoint.npz", live.state)
+        raise
+
+
+def outer_step(run, state, t, live):
+    """The state after outer step t of the method, and its metrics with the seconds it took."""
+    start, first = time.perf_counter(), run.warmup_batches + t * run.step_batches
+    batches, fresh = live.read(first), live.read(first + run.settings.inner_steps)
+    with live.bar(f"step {t + 1}", run.step_batches):
+        state, metrics = run.method.update(state, batches, fresh, run.settings, live.watch)
+        jax.block_until_ready(state)
+    return state, metrics | {"seconds": time.perf_counter() - start}
 
 
 def resume(run):

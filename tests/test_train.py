@@ -177,6 +177,20 @@ def test_a_signal_outside_of_steps_ends_the_run_too(here, monkeypatch, capsys, m
     assert run("--method", "gn", "--out", "r") == 0
 
 
+def test_a_signal_in_an_evaluation_does_not_lose_the_step_before(here, monkeypatch):
+    """The inner steps that were done are saved: only the line search is made again."""
+    assert run("--method", "gn", "--out", "whole") == 0
+    original, count = train.evaluate, iter(range(9))
+    with monkeypatch.context() as patch:
+        stop = lambda *args: os.kill(os.getpid(), signal.SIGINT) if next(count) == 2 else original(*args)
+        patch.setattr(train, "evaluate", stop)
+        assert run("--method", "gn", "--out", "r") == 130
+    assert (everything("r")[".t"], everything("r")[".k"]) == (1, 3)
+    assert run("--method", "gn", "--out", "r") == 0
+    assert_same(everything("r"), everything("whole"))
+    assert without_time(rows("r")) == without_time(rows("whole"))
+
+
 def test_resuming_does_not_need_the_warm_up(here, monkeypatch):
     """From a checkpoint the warm-up is not made again, though its cache is gone."""
     assert run("--method", "gn", "--out", "r") == 0
