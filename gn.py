@@ -147,17 +147,19 @@ def inner_step(state, tokens, config):
 def solve(state, tokens, config):
     """θ = θ_t - (G + λI)⁻¹ ∇L(θ_t) by conjugate gradients from δ = 0; tokens: int32 [N, B, T+1], the whole batch."""
 
-    def mean(objective, delta):  # of the objective's values and gradient over the inner batches
-        each = jax.lax.map(lambda part: value_and_grad(objective, state.params, delta, part, config), tokens)
-        return jax.tree.map(lambda a: jnp.mean(a, axis=0), each)
+    N, zero = tokens.shape[0], jax.tree.map(jnp.zeros_like, state.params)
 
-    zero = jax.tree.map(jnp.zeros_like, state.params)
+    def mean(objective, delta):  # of the objective's values and gradient over the inner batches
+        of = lambda part: value_and_grad(objective, state.params, delta, part, config)
+        add = lambda total, part: (jax.tree.map(jnp.add, total, of(part)), None)
+        start = ((state.loss * 0, state.loss * 0), zero)
+        return jax.tree.map(lambda a: a / N, jax.lax.scan(add, start, tokens)[0])
+
     (loss, _), grad = mean(quadratic, zero)
     product = lambda delta: mean(partial(quadratic, linear=0.0), delta)[1]  # (G + λI) δ
     minus_grad = jax.tree.map(jnp.negative, grad)
     delta, _ = jax.scipy.sparse.linalg.cg(product, minus_grad, tol=1e-10, maxiter=config.cg_steps)
     (_, value), _ = mean(quadratic, delta)
-    N = tokens.shape[0]
     theta = jax.tree.map(jnp.add, state.params, delta)
     return state._replace(theta=theta, k=state.k + N, loss=N * loss, inner_loss=N * value)
 

@@ -35,9 +35,9 @@ class Config:
     head_chunk: int = 4096  # tokens at most whose logits are held at a time: lower it when memory runs out
 
     def __post_init__(self):
-        for name in ("context", "d_model", "d_ff", "n_layers", "n_heads", "n_kv_heads", "head_chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name, value in vars(self).items():
+            if name != "vocab_size" and type(value) is int and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
         if self.d_model % self.n_heads or self.d_model // self.n_heads % 2:
             raise ValueError(f"d_model {self.d_model} over n_heads {self.n_heads} must be an even whole number")
         if self.n_heads % self.n_kv_heads:
@@ -97,11 +97,14 @@ def rotate(x):
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
 
-def matmul(config, x, w):
-    """x @ w; with dtype bfloat16 inputs and output are rounded to it, and the result is float32 again."""
-    if config.dtype == "bfloat16":
-        return (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)
-    return x @ w
+def rounded(config, *arrays):
+    """The arrays as a matrix product reads them: in bfloat16 where `dtype` says so, else as they are."""
+    return [a.astype(jnp.bfloat16) if config.dtype == "bfloat16" else a for a in arrays]
+
+
+def matmul(config, x, w, out=None):
+    """x @ w in the dtype of x; `out` is the dtype of the products' sums, by default that of the rounded inputs."""
+    return jnp.matmul(*rounded(config, x, w), preferred_element_type=out).astype(x.dtype)
 
 
 def embed(params, x):
@@ -117,10 +120,8 @@ def block(config, p, h):
     if config.qk_norm:
         q, k = layer_norm(q, p["q_scale"], p["q_bias"]), layer_norm(k, p["k_scale"], p["k_bias"])
     q, k, v = (s.reshape(B, T, -1, config.d_model // config.n_heads) for s in (q, k, v))
-    q, k = rotate(q), rotate(k)
-    if config.dtype == "bfloat16":
-        q, k, v = (s.astype(jnp.bfloat16) for s in (q, k, v))
-    h = h + matmul(config, attention(q, k, v).reshape(B, T, -1), p["wo"])
+    mixed = attention(*rounded(config, rotate(q), rotate(k), v)).astype(h.dtype)  # [B, T, H, K]
+    h = h + matmul(config, mixed.reshape(B, T, -1), p["wo"])
     m = rms_norm(h, p["mlp_norm"])
     up = matmul(config, m, p["w_up"])  # [B, T, F]
     up = jax.nn.gelu(up) if config.mlp == "gelu" else jax.nn.silu(matmul(config, m, p["w_gate"])) * up
@@ -136,10 +137,8 @@ def hidden(config, params, x):
 
 
 def head(config, h, w):
-    """Logits, float32 also where their inputs are rounded: [.., D], [D, V] -> [.., V]."""
-    if config.dtype == "bfloat16":
-        return jnp.matmul(h.astype(jnp.bfloat16), w.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
-    return h @ w
+    """Logits, summed in float32 also where their inputs are rounded: [.., D], [D, V] -> [.., V]."""
+    return matmul(config, h, w, h.dtype)
 
 
 def cross_entropy(z, y):

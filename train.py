@@ -66,14 +66,14 @@ class Config:
 TINY = {"data": "stdlib", "tokenizer": "bytes", "inner_batch": 8, "eval_tokens": 65_536}
 PAPER = {"data": "c4", "tokenizer": "gpt2", "batch": 4_000_000, "eval_tokens": 10 * 128 * 1024}  # the paper: ten times
 DEFAULTS = {  # of the flags, by model
-    "tiny": {**TINY, "batch": 65_536, "steps": 20},  # steps: unless --tokens is given
+    "tiny": {**TINY, "batch": 131_072, "steps": 10},  # half of 20 tokens a parameter, unless --tokens is given
     "45m": {**PAPER, "inner_batch": 32},
     "150m": {**PAPER, "inner_batch": 128},
 }
 TUNED = {  # of the flags, by model and method: the best of the grids in README.md
     ("tiny", "gn"): {"schedule": "global cosine"},
-    ("tiny", "muon"): {"schedule": "constant", "momentum": 0.9},
-    ("tiny", "adamw"): {"schedule": "constant"},
+    ("tiny", "muon"): {"lr": 0.07, "schedule": "constant", "warmup": 0.3, "momentum": 0.9},
+    ("tiny", "adamw"): {"lr": 0.01, "schedule": "constant", "warmup": 0.3},
 }
 
 

@@ -350,7 +350,7 @@ def test_another_run_in_the_folder_is_refused_by_name(here, capsys):
     capsys.readouterr()
     assert run("--method", "adamw", "--out", "r", "--lr", "0.5", "--seed", "3") == 2
     err = capsys.readouterr().err
-    assert "seed 0 -> 3" in err and "lr 0.003 -> 0.5" in err and err.count("\n") == 1
+    assert "seed 0 -> 3" in err and "lr 0.01 -> 0.5" in err and err.count("\n") == 1
     assert_same(everything("r"), before)
 
 
