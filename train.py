@@ -156,19 +156,24 @@ class Live:
     def __init__(self, run):
         self.run = run
         self.corpus = self.signal = self.state = None
-        self.bars = []
+        self.training, self.bars = False, []
 
     def caught(self, number, frame):
-        """Signal handler."""
-        self.signal = number
-        raise Stop
+        """Signal handler. While training the run ends at the next `check`: raising here could hit JAX anywhere."""
+        again, self.signal = self.signal, number
+        if again or not self.training:
+            raise Stop
+
+    def check(self):
+        """Raises Stop where a signal came."""
+        if self.signal:
+            raise Stop
 
     def read(self, first):
         """The function k -> training batch number first + k, int32 [B, T+1]."""
 
         def batch(k):
-            if self.signal:  # also where something between here and the handler took the exception
-                raise Stop
+            self.check()
             for bar in self.bars:
                 bar.update(self.run.inner_tokens)
             config, context = self.run.config, self.run.settings.model.context
@@ -229,24 +234,25 @@ def warm_up(run, live):
 loss = jax.jit(model.loss, static_argnums=0)
 
 
-def evaluate(run, corpus, params):
+def evaluate(run, live, params):
     """Mean loss (nats a token) on held-out windows, the same ones at every step, for every seed and inner batch."""
     context, size = run.settings.model.context, run.config.inner_batch
-    windows = max(1, min(run.config.eval_tokens // context, data.windows(corpus.val, context)))
+    windows = max(1, min(run.config.eval_tokens // context, data.windows(live.corpus.val, context)))
     total = 0.0
     for i in range(0, windows, size):
-        rows = data.sequences(corpus.val, context, 0, range(i, min(i + size, windows)))
+        live.check()
+        rows = data.sequences(live.corpus.val, context, 0, range(i, min(i + size, windows)))
         total += loss(run.settings.model, params, rows) * len(rows)
     return float(total) / windows
 
 
-def log_row(run, corpus, params, t, metrics):
+def log_row(run, live, params, t, metrics):
     """What log.jsonl holds of outer step t. Raises FloatingPointError where the validation loss is not finite."""
-    value = evaluate(run, corpus, params)
+    value, meta = evaluate(run, live, params), live.corpus.meta
     if not math.isfinite(value):
         kept = "the checkpoint before it is kept; try a smaller --lr"
         raise FloatingPointError(f"the loss is {value} at outer step {t}; {kept}")
-    bits = value / math.log(2) * corpus.meta["val_tokens"] / corpus.meta["val_bytes"]
+    bits = value / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
     tokens = (run.warmup_batches + t * run.step_batches) * run.inner_tokens
     row = {"step": t, "tokens": tokens, "tokens_line_search": t * run.settings.fresh_batches * run.inner_tokens}
     row |= {"train_loss": metrics.get("train_loss"), "val_loss": value, "val_bpb": bits}
@@ -255,12 +261,13 @@ def log_row(run, corpus, params, t, metrics):
     return {name: x if x is None or math.isfinite(x) else None for name, x in row.items()}
 
 
-def train(run, corpus, state, rows, live):
+def train(run, state, rows, live):
     """From state, or the warm-up where it is None, to the last outer step or the target loss; the log's rows.
 
     Raises Stop where a signal came, after saving the newest state.
     """
     config, folder, metrics = run.config, Path(run.config.out), {}
+    live.training = True
     if state is None:
         start = time.perf_counter()
         params, metrics["train_loss"] = warm_up(run, live)
@@ -272,7 +279,7 @@ def train(run, corpus, state, rows, live):
         with live.bar(config.method, config.steps * run.step_batches, t0 * run.step_batches):
             for t in range(t0, config.steps + 1):
                 if not rows or rows[-1]["step"] < t:
-                    rows.append(log_row(run, corpus, state.params, t, metrics))
+                    rows.append(log_row(run, live, state.params, t, metrics))
                     checkpoint.write_log(folder, rows)
                     checkpoint.save(folder / "checkpoint.npz", state)
                     live.state = None
@@ -368,7 +375,7 @@ def main(argv=None):
             print(f"train.py: {error}", file=sys.stderr)
             return 2
         report(run, corpus)
-        summary(run, train(run, corpus, state, rows, live))
+        summary(run, train(run, state, rows, live))
     except (FloatingPointError, OSError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 1

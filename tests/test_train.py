@@ -182,7 +182,7 @@ def test_a_signal_in_an_evaluation_does_not_lose_the_step_before(here, monkeypat
     assert run("--method", "gn", "--out", "whole") == 0
     original, count = train.evaluate, iter(range(9))
     with monkeypatch.context() as patch:
-        stop = lambda *args: os.kill(os.getpid(), signal.SIGINT) if next(count) == 2 else original(*args)
+        stop = lambda *args: (next(count) == 2 and os.kill(os.getpid(), signal.SIGINT)) or original(*args)
         patch.setattr(train, "evaluate", stop)
         assert run("--method", "gn", "--out", "r") == 130
     assert (everything("r")[".t"], everything("r")[".k"]) == (1, 3)
