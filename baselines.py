@@ -1,4 +1,4 @@
-"""The baselines, AdamW and Muon: one optimizer step a batch (Section 5, Appendix F).
+"""The baselines, AdamW and Muon: one optimizer step a batch (Section 5, Appendix H).
 
     AdamW:  θ - lr m / sqrt(v)                          elementwise moments m, v
     Muon:   θ - lr sqrt(max(1, out/in)) NS(m)           NS: Newton-Schulz, m = U S Vᵀ -> about U Vᵀ
@@ -26,9 +26,9 @@ class AdamW:
     model: model.Config
     inner_steps: int  # inner batches in a batch, N
     outer_steps: int  # optimizer steps of the run
-    lr: float = 0.003  # peak learning rate, per update (Appendix F: 0.001 to 0.03)
+    lr: float = 0.003  # peak learning rate, per update (Appendix H: 0.001 to 0.03)
     schedule: str = "cosine"  # cosine | constant, over the run's steps
-    warmup: float = 0.0  # linear rise of the learning rate over this fraction of the steps (Appendix F: 0 or 0.1)
+    warmup: float = 0.0  # linear rise of the learning rate over this fraction of the steps (Appendix H: 0 or 0.1)
     b1: float = 0.9  # decay of the first moment, per update
     b2: float = 0.95  # decay of the second moment, per update
     weight_decay: float = 0.001  # decay of every matrix, times lr, per update
@@ -50,9 +50,9 @@ class Muon:
     model: model.Config
     inner_steps: int  # inner batches in a batch, N
     outer_steps: int  # optimizer steps of the run
-    lr: float = 0.03  # peak learning rate, per update (Appendix F: 0.01 to 0.3)
+    lr: float = 0.03  # peak learning rate, per update (Appendix H: 0.01 to 0.3)
     schedule: str = "cosine"  # cosine | constant, over the run's steps
-    warmup: float = 0.0  # linear rise of the learning rate over this fraction of the steps (Appendix F: 0 or 0.1)
+    warmup: float = 0.0  # linear rise of the learning rate over this fraction of the steps (Appendix H: 0 or 0.1)
     momentum: float = 0.95  # decay of the momentum, per update
     weight_decay: float = 0.0  # decay of every matrix, times lr, per update
     clip: float = 1.0  # largest gradient norm of an optimizer group; 0 = off

@@ -2,7 +2,7 @@
 
 At θ_t the network is replaced by its linearization and the loss by its second-order expansion in the logits z:
 
-    L2(θ_t + δ) = ℓ(z) + g·v + ½ v·Hv,     v = J δ,  g = ∇ℓ(z),  H = ∇²ℓ(z)        (Section 4.2, Appendix A)
+    L2(θ_t + δ) = ℓ(z) + g·v + ½ v·Hv,     v = J δ,  g = ∇ℓ(z),  H = ∇²ℓ(z)        (Section 4.3, Appendix A)
     ∇L2 = Jᵀ(g + H v) = ∇L(θ_t) + G δ,      G = Jᵀ H J                              (Appendix B)
 
 Its minimizer is θ_t - G⁻¹ ∇L(θ_t), the Gauss-Newton update. Neither G nor J is formed: v is a pushforward (jvp), Jᵀ u a
@@ -33,15 +33,15 @@ class Config:
     model: model.Config
     inner_steps: int  # inner batches in a batch, N
     outer_steps: int  # outer steps of the run
-    lr: float = 0.01  # peak learning rate of the inner optimizer, per inner step (Appendix F: 0.001 to 0.1)
-    schedule: str = "constant+inner cosine"  # or constant | global cosine | global+inner cosine (Appendix C)
+    lr: float = 0.01  # peak learning rate of the inner optimizer, per inner step (Appendix H: 0.001 to 0.1)
+    schedule: str = "constant+inner cosine"  # or constant, global cosine, global+inner cosine: Appendix D
     inner: str = "muon"  # muon | cg: inner optimizer; cg solves (G + damping) δ = -g on the whole batch
     cg_steps: int = 100  # conjugate gradient steps at most in an outer step, with inner cg
-    momentum: float = 0.95  # decay of Muon's momentum, per inner step (Appendix F)
-    weight_decay: float = 0.001  # decay of every matrix, Muon's too, times lr, per inner step (Appendix F: 0, 0.001)
-    damping: float = 0.0  # λ of ½ λ |θ - θ_t|² in the inner loss (Appendix F, loss weight decay: 0 to 0.1)
+    momentum: float = 0.95  # decay of Muon's momentum, per inner step (Appendix H)
+    weight_decay: float = 0.001  # decay of every matrix, Muon's too, times lr, per inner step (Appendix H: 0, 0.001)
+    damping: float = 0.0  # λ of ½ λ |θ - θ_t|² in the inner loss (Appendix H, loss weight decay: 0 to 0.1)
     clip: float = 1.0  # largest gradient norm of an optimizer group; 0 = off
-    line_search: int = 5  # step sizes α = 2^(-i/2) tried on a fresh batch (Appendix C); 0 = no line search, α = 1
+    line_search: int = 5  # step sizes α = 2^(-i/2) tried on a fresh batch (Appendix D); 0 = no line search, α = 1
     guard: bool = True  # refuse a step when no step size beats θ_t on the fresh batch; false = as the paper
 
     def __post_init__(self):
@@ -81,7 +81,7 @@ def init(params, config):
 
 
 def learning_rate(t, k, config):
-    """Learning rate of inner step k of outer step t (Appendix C): a pure function, so nothing is unrolled or stored."""
+    """Learning rate of inner step k of outer step t (Appendix D): a pure function, so nothing is unrolled or stored."""
     inner = cosine(k / config.inner_steps)
     whole = cosine((t + k / config.inner_steps) / config.outer_steps)
     return config.lr * {

@@ -1,4 +1,4 @@
-"""The LLaMA that the paper trains (Section 5, Appendix D), as functions of a nested dict of arrays.
+"""The LLaMA that the paper trains (Section 5, Appendix E), as functions of a nested dict of arrays.
 
     h = embedding[x];   for each block:  h += Wo attention(norm(h)),  h += Wdown gelu(Wup norm(h));   z = norm(h) head
 
@@ -47,7 +47,7 @@ class Config:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; valid: {', '.join(valid)}")
 
 
-PRESETS = {  # Appendix D; `tiny` is for a CPU
+PRESETS = {  # Appendix E; `tiny` is for a CPU
     "tiny": Config(context=128, d_model=64, d_ff=256, n_layers=2, n_heads=4, n_kv_heads=4),
     "45m": Config(),
     "150m": Config(d_model=768, d_ff=3072, n_layers=12, n_heads=16, n_kv_heads=16),

@@ -36,7 +36,7 @@ class Config:
     """A run. None = the default of the model: see DEFAULTS."""
 
     method: str = "gn"  # gn | adamw | muon
-    model: str = "45m"  # tiny | 45m | 150m: the preset of the network (Appendix D)
+    model: str = "45m"  # tiny | 45m | 150m: the preset of the network (Appendix E)
     data: str = None  # stdlib (the source of Python's standard library) or the path of a .txt file; c4 is to come
     tokenizer: str = None  # bytes; gpt2 is to come
     batch: int = None  # tokens in a batch, i.e. an outer step, line search not included; 400k, 1.2m, 40m are understood

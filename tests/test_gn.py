@@ -21,7 +21,7 @@ from jax.flatten_util import ravel_pytree
 import gn
 import model
 
-GRID = [2 ** (-i / 2) for i in range(5)]  # the step sizes of Appendix C
+GRID = [2 ** (-i / 2) for i in range(5)]  # the step sizes of Appendix D
 
 
 def config_of(network, **changes):
@@ -289,7 +289,7 @@ def test_without_line_search_the_step_is_taken_whole():
 
 
 def test_schedules():
-    """Appendix C: lr(t, k) at the first and last inner step of the first two and the last of 3 outer steps, N = 4."""
+    """Appendix D: lr(t, k) at the first and last inner step of the first two and the last of 3 outer steps, N = 4."""
     half = lambda x: 0.5 + 0.5 * math.cos(math.pi * x)
     places = [(0, 0), (0, 3), (1, 0), (1, 3), (2, 0), (2, 3)]
     expected = {

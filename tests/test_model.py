@@ -15,7 +15,7 @@ COMPILED = jax.jit(model.value_and_grad, static_argnums=0)
 
 @pytest.mark.parametrize("preset, count", [("45m", 45_363_712), ("150m", 134_142_720)])
 def test_parameter_count_is_the_papers(preset, count):
-    """Appendix D at 32,000 ids."""
+    """Appendix E at 32,000 ids."""
     assert model.size(model.PRESETS[preset]) == count
 
 
