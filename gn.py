@@ -152,7 +152,7 @@ def solve(state, tokens, config):
     def mean(objective, delta):  # of the objective's values and gradient over the inner batches
         of = lambda part: value_and_grad(objective, state.params, delta, part, config)
         add = lambda total, part: (jax.tree.map(jnp.add, total, of(part)), None)
-        start = ((state.loss * 0, state.loss * 0), zero)
+        start = (2 * (jnp.zeros_like(state.loss),), zero)
         return jax.tree.map(lambda a: a / N, jax.lax.scan(add, start, tokens)[0])
 
     (loss, _), grad = mean(quadratic, zero)
