@@ -1,11 +1,12 @@
-"""The baselines, AdamW and Muon: one optimizer step a batch (Section 5, Appendix H).
+"""The baselines, AdamW, Muon and SOAP: one optimizer step a batch (Section 5, Appendix H).
 
     AdamW:  θ - lr m / sqrt(v)                          elementwise moments m, v
     Muon:   θ - lr sqrt(max(1, out/in)) NS(m)           NS: Newton-Schulz, m = U S Vᵀ -> about U Vᵀ
+    SOAP:   θ - lr Q_L (m / sqrt(v)) Q_Rᵀ               Adam in the eigenbasis Q of Shampoo's factors GGᵀ and GᵀG
 
-A batch is `inner_steps` inner batches whose gradients are averaged, so its size is not limited by memory. The
-optimizers are optax's. Muon takes the matrices inside the blocks, AdamW the embedding, the head and the norms.
-Gauss-Newton uses the same Muon as its inner optimizer.
+A batch is `inner_steps` inner batches whose gradients are averaged, so its size is not limited by memory. AdamW and
+Muon are optax's. Muon takes the matrices inside the blocks, AdamW the embedding, the head and the norms. Gauss-Newton
+uses the same Muon as its inner optimizer.
 """
 
 from dataclasses import dataclass
@@ -17,53 +18,64 @@ import jax.numpy as jnp
 import optax
 
 import model
+from soap import scale_by_soap
 
 
 @dataclass(frozen=True)
-class AdamW:
-    """Settings of the AdamW baseline. The first three fields are filled in by train.py."""
+class Config:
+    """What every baseline has. The first three fields are filled in by train.py."""
 
     model: model.Config
     inner_steps: int  # inner batches in a batch, N
     outer_steps: int  # optimizer steps of the run
-    lr: float = 0.003  # peak learning rate, per update (Appendix H: 0.001 to 0.03)
-    schedule: str = "cosine"  # cosine | constant, over the run's steps
-    warmup: float = 0.0  # linear rise of the learning rate over this fraction of the steps (Appendix H: 0 or 0.1)
-    b1: float = 0.9  # decay of the first moment, per update
-    b2: float = 0.95  # decay of the second moment, per update
-    weight_decay: float = 0.001  # decay of every matrix, times lr, per update
+    lr: float = 0.003  # peak learning rate, per update (Appendix H: AdamW 0.001 to 0.03, Muon and SOAP 0.01 to 0.3)
+    schedule: str = "cosine"  # cosine | constant, over the run's steps (Appendix H; constant goes with --average)
+    warmup: float = 0.0  # fraction of the steps over which the learning rate rises linearly (Appendix H: 0 or 0.1)
+    weight_decay: float = 0.0  # decay of every matrix, times lr, per update (Appendix H: 0 to 0.1, AdamW only)
+    average: float = 0.0  # decay τ of the weight average, per update, evaluated in place of θ (Appendix H: 0.3 to 0.99)
     clip: float = 1.0  # largest gradient norm of an optimizer group; 0 = off
 
     fresh_batches = 0  # inner batches that a line search reads: none
 
     def __post_init__(self):
         check(self, ("cosine", "constant"))
+
+
+@dataclass(frozen=True)
+class AdamW(Config):
+    """Settings of the AdamW baseline."""
+
+    weight_decay: float = 0.001  # decay of every matrix, times lr, per update (Appendix H: 0, 0.001 or 0.01)
+    b1: float = 0.9  # decay of the first moment, per update (Appendix H)
+    b2: float = 0.95  # decay of the second moment, per update (Appendix H: 0.95, 0.99 or 0.999)
 
     def optimizer(self, lr):
         return adamw(lr, self.b1, self.b2, self.weight_decay, self.clip)
 
 
 @dataclass(frozen=True)
-class Muon:
-    """Settings of the Muon baseline. The first three fields are filled in by train.py."""
+class Muon(Config):
+    """Settings of the Muon baseline."""
 
-    model: model.Config
-    inner_steps: int  # inner batches in a batch, N
-    outer_steps: int  # optimizer steps of the run
     lr: float = 0.03  # peak learning rate, per update (Appendix H: 0.01 to 0.3)
-    schedule: str = "cosine"  # cosine | constant, over the run's steps
-    warmup: float = 0.0  # linear rise of the learning rate over this fraction of the steps (Appendix H: 0 or 0.1)
-    momentum: float = 0.95  # decay of the momentum, per update
-    weight_decay: float = 0.0  # decay of every matrix, times lr, per update
-    clip: float = 1.0  # largest gradient norm of an optimizer group; 0 = off
-
-    fresh_batches = 0  # inner batches that a line search reads: none
-
-    def __post_init__(self):
-        check(self, ("cosine", "constant"))
+    momentum: float = 0.95  # decay of the momentum, per update (Appendix H: 0.9, 0.95 or 0.99)
 
     def optimizer(self, lr):
         return muon(lr, self.momentum, self.weight_decay, self.clip)
+
+
+@dataclass(frozen=True)
+class SOAP(Config):
+    """Settings of the SOAP baseline."""
+
+    lr: float = 0.03  # peak learning rate, per update (Appendix H: 0.01, 0.03 or 0.1)
+    b1: float = 0.9  # decay of the first moment, per update (Appendix H: 0.7 to 0.95)
+    b2: float = 0.9  # decay of the second moment and of Shampoo's factors, per update (Appendix H: 0.7 to 0.95)
+    frequency: int = 1  # updates between two refreshes of the eigenbasis (Appendix H)
+    largest: int = 10_000  # a side of a matrix longer than this keeps the identity as its basis
+
+    def optimizer(self, lr):
+        return soap(lr, self.b1, self.b2, self.weight_decay, self.clip, self.frequency, self.largest)
 
 
 def check(config, schedules):
@@ -72,14 +84,15 @@ def check(config, schedules):
         raise ValueError(f"lr is {config.lr}; it must be a positive number")
     if config.schedule not in schedules:
         raise ValueError(f"schedule is {config.schedule!r}; valid: {', '.join(schedules)}")
-    for name in ("b1", "b2", "momentum"):
+    for name in ("b1", "b2", "momentum", "warmup", "inner_warmup", "average", "parameter_weight_decay"):
         if not 0 <= getattr(config, name, 0) < 1:
             raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 0 and below 1")
-    if not 0 <= getattr(config, "warmup", 0) <= 1:
-        raise ValueError(f"warmup is {config.warmup}; it must be between 0 and 1")
-    for name in ("weight_decay", "clip"):
-        if not 0 <= getattr(config, name) < float("inf"):
+    for name in ("weight_decay", "damping", "clip"):
+        if not 0 <= getattr(config, name, 0) < float("inf"):
             raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 0")
+    for name in ("frequency", "largest", "cg_steps"):
+        if getattr(config, name, 1) < 1:
+            raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1")
 
 
 def groups(params):
@@ -117,15 +130,38 @@ def muon(lr, momentum, weight_decay, clip):
     return optax.partition({"muon": matrices, "adamw": adamw(lr, 0.9, 0.999, weight_decay, clip)}, groups)
 
 
-def cosine(x):
-    """Half a cosine: 1 at x = 0, 0 at x = 1."""
-    return (1 + jnp.cos(jnp.pi * x)) / 2
+def soap(lr, b1, b2, weight_decay, clip, frequency, largest):
+    """SOAP on every matrix, each layer's for itself, Adam on the rest, as an optax transformation; lr may be traced."""
+    decay = optax.add_decayed_weights(weight_decay, mask=is_matrix)
+    adam = scale_by_soap(b1, b2, frequency, largest, is_matrix)
+    return optax.chain(clipping(clip), adam, decay, optax.scale_by_learning_rate(lr))
+
+
+def cosine(x, start=0.0):
+    """Half a cosine: 1 up to x = start, 0 at x = 1."""
+    return (1 + jnp.cos(jnp.pi * jnp.clip((x - start) / (1 - start), 0, 1))) / 2
+
+
+def rise(step, steps):
+    """A linear rise over so many steps, the first of which is step 0: 1 from step steps - 1 on."""
+    return jnp.minimum(1, (step + 1) / max(1, steps))
+
+
+def averaged(average, params, tau):
+    """The weight average after one more step, τ average + (1 - τ) params; None where there is none."""
+    return None if average is None else jax.tree.map(lambda a, b: tau * a + (1 - tau) * b, average, params)
+
+
+def weights(state):
+    """The weights to evaluate, of any method's State: the average where there is one."""
+    return state.params if state.average is None else state.average
 
 
 class State(NamedTuple):
     """Where a baseline is: before inner batch k of batch t."""
 
-    params: Any  # the weights to evaluate
+    params: Any  # the weights θ
+    average: Any  # their average, which is evaluated in place of θ; None where config.average is 0
     opt: Any  # state of the optimizer
     t: jax.Array  # optimizer steps done
     k: jax.Array  # inner batches accumulated of the current one
@@ -137,7 +173,8 @@ def init(params, config):
     """State at the first step from parameters params."""
     count, zero = jnp.zeros((), jnp.int32), jnp.zeros((), params["head"].dtype)
     grad = jax.tree.map(jnp.zeros_like, params)
-    return State(params, config.optimizer(0.0).init(params), count, count, zero, grad)
+    average = params if config.average else None
+    return State(params, average, config.optimizer(0.0).init(params), count, count, zero, grad)
 
 
 @partial(jax.jit, static_argnames="config")
@@ -148,9 +185,9 @@ def accumulate(state, tokens, config):
 
 
 def learning_rate(t, config):
-    """Learning rate of optimizer step t: a linear rise, then constant or half a cosine over the whole run."""
-    rise = jnp.minimum(1, (t + 1) / max(1, config.warmup * config.outer_steps))
-    return config.lr * rise * (cosine(t / config.outer_steps) if config.schedule == "cosine" else 1)
+    """Learning rate of optimizer step t: a linear rise, then constant or half a cosine over the rest of the run."""
+    fall = cosine(t / config.outer_steps, config.warmup) if config.schedule == "cosine" else 1
+    return config.lr * rise(t, config.warmup * config.outer_steps) * fall
 
 
 @partial(jax.jit, static_argnames="config")
@@ -158,7 +195,9 @@ def finish(state, config):
     """The optimizer step, on the mean gradient of the batch."""
     grad = jax.tree.map(lambda g: g / config.inner_steps, state.grad)
     step, opt = config.optimizer(learning_rate(state.t, config)).update(grad, state.opt, state.params)
-    return init(optax.apply_updates(state.params, step), config)._replace(opt=opt, t=state.t + 1)
+    params = optax.apply_updates(state.params, step)
+    average = averaged(state.average, params, config.average)
+    return init(params, config)._replace(average=average, opt=opt, t=state.t + 1)
 
 
 def update(state, batches, fresh, config, watch=lambda state: None):

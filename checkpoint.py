@@ -73,9 +73,10 @@ def digest(*what):
 
 
 def code(*modules):
-    """A hash of the source of these files of the project; of all that stand beside this one where none is named."""
+    """A hash of the source of these files of the project; where none is named, of all but those that only show."""
     here = Path(__file__).parent
-    paths = [here / f"{name}.py" for name in modules] or sorted(here.glob("*.py"))
+    paths = [here / f"{name}.py" for name in modules]
+    paths = paths or [path for path in sorted(here.glob("*.py")) if path.stem not in ("plot", "report")]
     return digest([[path.name, path.read_text()] for path in paths])
 
 
@@ -107,8 +108,8 @@ def check_folder(folder, config):
 
 
 def open_folder(folder, config):
-    """Makes the folder of a run of these settings where there is none. Raises ValueError as `check_folder` does."""
-    check_folder(folder, config)
+    """Makes the folder of a run of these settings where there is none."""
+    folder = Path(folder)
     if not (folder / "config.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         device = jax.devices()[0]

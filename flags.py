@@ -3,12 +3,14 @@
 import argparse
 import dataclasses
 import inspect
+import itertools
 import re
 
 
 def fields_of(cls, derived=()):
     """The fields of a dataclass that are flags, {name: (type, default, help)}; those in `derived` are not."""
-    comments = dict(re.findall(r"^    (\w+): .*?#\s*(.*)$", inspect.getsource(cls), re.M))
+    sources = [inspect.getsource(c) for c in reversed(cls.__mro__) if dataclasses.is_dataclass(c)]
+    comments = dict(re.findall(r"^    (\w+): .*?#\s*(.*)$", "\n".join(sources), re.M))  # the last one of a name counts
     return {
         f.name: (f.type, f.default, comments.get(f.name, "")) for f in dataclasses.fields(cls) if f.name not in derived
     }
@@ -48,12 +50,23 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def peek(argv, name, default, valid):
-    """The value of one flag, before the others are known. Raises ValueError where it is not one of `valid`."""
+def expand(argv):
+    """The command lines of a grid, one for each combination of values between commas; --out is never split."""
+    options = []
+    for before, word in zip(["", *argv], argv, strict=False):
+        name, equals, text = word.partition("=") if word.startswith("--") else (before, "", word)
+        start = name + equals if word.startswith("--") else ""
+        values = [text] if name == "--out" or not text else dict.fromkeys(text.split(","))
+        options.append([start + value for value in values])
+    return [list(words) for words in itertools.product(*options)]
+
+
+def peek(argv, name, default, valid=()):
+    """The value of one flag, before the others are known. Raises ValueError where it is not one of `valid`, if any."""
     parser = Parser(add_help=False)
     parser.add_argument(f"--{name}", default=default)
     value = vars(parser.parse_known_args(argv)[0])[name]
-    if value not in valid:
+    if valid and value not in valid:
         raise ValueError(f"{name} is {value!r}; valid: {', '.join(valid)}")
     return value
 

@@ -9,7 +9,8 @@ Its minimizer is θ_t - G⁻¹ ∇L(θ_t), the Gauss-Newton update. Neither G no
 pullback, and the logits are seen a chunk of tokens at a time. An outer step takes N inner steps on L2, each on its own
 inner batch, then θ_{t+1} = θ_t + α (θ - θ_t). The next inner loop starts from θ, not from θ_{t+1} (Section 5.1).
 
-What this file leaves out: gn_prox.py keeps the loss exact, layerwise_gn.py drops the blocks of G between layers.
+gn_prox.py and layerwise_gn.py are this file with one thing changed: the first passes another `objective` to `update`,
+which keeps the loss exact, the second another `linearized`, which drops the blocks of G between layers.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 
 import baselines
 import model
-from baselines import cosine
+from baselines import averaged, cosine, rise
 
 SCHEDULES = ("constant+inner cosine", "global cosine", "global+inner cosine", "constant")
 
@@ -34,22 +35,33 @@ class Config:
     inner_steps: int  # inner batches in a batch, N
     outer_steps: int  # outer steps of the run
     lr: float = 0.01  # peak learning rate of the inner optimizer, per inner step (Appendix H: 0.001 to 0.1)
-    schedule: str = "constant+inner cosine"  # or constant, global cosine, global+inner cosine: Appendix D
-    inner: str = "muon"  # muon | cg: inner optimizer; cg solves (G + damping) δ = -g on the whole batch
+    schedule: str = "constant+inner cosine"  # or constant, global cosine, global+inner cosine (Appendix D)
+    warmup: float = 0.0  # fraction of the run over which the learning rate rises linearly (Appendix H: 0 or 0.2)
+    inner_warmup: float = 0.0  # the same of each outer step's inner steps (Appendix H: 0 or 0.2)
+    inner: str = "muon"  # muon | adamw | cg: inner optimizer (Section 5.1); cg solves (G + damping) δ = -g on the batch
     cg_steps: int = 100  # conjugate gradient steps at most in an outer step, with inner cg
-    momentum: float = 0.95  # decay of Muon's momentum, per inner step (Appendix H)
-    weight_decay: float = 0.001  # decay of every matrix, Muon's too, times lr, per inner step (Appendix H: 0, 0.001)
+    momentum: float = 0.95  # decay of Muon's momentum or AdamW's first moment, per inner step (Appendix H)
+    weight_decay: float = 0.001  # decay of every matrix, times lr, per inner step (Appendix H: 0 or 0.001)
     damping: float = 0.0  # λ of ½ λ |θ - θ_t|² in the inner loss (Appendix H, loss weight decay: 0 to 0.1)
+    parameter_weight_decay: float = 0.0  # decay of every matrix of θ_t, per outer step (Appendix H: 0 to 0.1)
+    average: float = None  # decay τ of the weight average, per inner step; default 0.999, or 0 = off with a line search
     clip: float = 1.0  # largest gradient norm of an optimizer group; 0 = off
     line_search: int = 5  # step sizes α = 2^(-i/2) tried on a fresh batch (Appendix D); 0 = no line search, α = 1
     guard: bool = True  # refuse a step when no step size beats θ_t on the fresh batch; false = as the paper
 
     def __post_init__(self):
+        if self.average is None:
+            object.__setattr__(self, "average", 0.999 if self.averages_inner_steps else 0.0)
         baselines.check(self, SCHEDULES)
-        if self.inner not in ("muon", "cg"):
-            raise ValueError(f"inner is {self.inner!r}; valid: muon, cg")
-        if not 0 <= self.damping < float("inf") or self.line_search < 0 or self.cg_steps < 1:
-            raise ValueError("damping and line_search must be at least 0, cg_steps at least 1")
+        if self.inner not in ("muon", "adamw", "cg"):
+            raise ValueError(f"inner is {self.inner!r}; valid: muon, adamw, cg")
+        if self.line_search < 0:
+            raise ValueError(f"line_search is {self.line_search}; it must be at least 0")
+
+    @property
+    def averages_inner_steps(self):
+        """Whether the average is over θ; with a line search it is over θ_t, which counts as its N inner steps."""
+        return not self.line_search and self.inner != "cg"
 
     @property
     def fresh_batches(self):
@@ -60,8 +72,9 @@ class Config:
 class State(NamedTuple):
     """Where Gauss-Newton is: before inner step k of outer step t."""
 
-    params: Any  # θ_t, the weights to evaluate
+    params: Any  # θ_t
     theta: Any  # θ, the inner iterate
+    average: Any  # the weight average, which is evaluated in place of θ_t; None where config.average is 0
     opt: Any  # state of the inner optimizer
     t: jax.Array  # outer steps done
     k: jax.Array  # inner steps done of the current one
@@ -71,94 +84,104 @@ class State(NamedTuple):
 
 def optimizer(lr, config):
     """The inner optimizer, an optax transformation; lr may be traced."""
+    if config.inner == "adamw":
+        return baselines.adamw(lr, config.momentum, 0.999, config.weight_decay, config.clip)
     return baselines.muon(lr, config.momentum, config.weight_decay, config.clip)
 
 
 def init(params, config):
     """State at the first outer step from parameters θ_0."""
-    count, total = jnp.zeros((), jnp.int32), jnp.zeros((), params["head"].dtype)
-    return State(params, params, optimizer(0.0, config).init(params), count, count, total, total)
+    n, zero, average = jnp.zeros((), jnp.int32), jnp.zeros((), params["head"].dtype), params if config.average else None
+    return State(params, params, average, optimizer(0.0, config).init(params), n, n, zero, zero)
 
 
 def learning_rate(t, k, config):
     """Learning rate of inner step k of outer step t (Appendix D): a pure function, so nothing is unrolled or stored."""
-    inner = cosine(k / config.inner_steps)
-    whole = cosine((t + k / config.inner_steps) / config.outer_steps)
-    return config.lr * {
-        "constant": jnp.ones_like(inner),
-        "constant+inner cosine": inner,
-        "global cosine": whole,
-        "global+inner cosine": whole * inner,
-    }[config.schedule]
+    T, N = config.outer_steps, config.inner_steps
+    inner = cosine(k / N, config.inner_warmup)
+    whole = cosine((t + k / N) / T, config.warmup)
+    falls = (inner, whole, whole * inner, 1)  # in the order of SCHEDULES
+    rises = rise(t * N + k, config.warmup * T * N) * rise(k, config.inner_warmup * N)
+    return config.lr * rises * falls[SCHEDULES.index(config.schedule)]
 
 
-def quadratic(head, w0, dw, h, dh, y, linear=1.0):
-    """L2 summed over c tokens, and its pullback to the hidden states and the head.
+def quadratic(z, y):
+    """ℓ(z), and L2 as a function of v: v -> L2, u, where u = g + H v is its gradient.
 
-    h, dh: hidden states and their change J δ, [c, D]; w0, dw: the head and its change, [D, V]; y: labels, int32 [c].
-    Returns (ℓ(z), L2), h_bar [c, D], w_bar [D, V]. With linear = 0 only the curvature stays: ½ v·Hv and Jᵀ H v.
+    z: logits f(θ_t); v: their change J δ; u: all [c, V]; y: labels, int32 [c]. Losses are sums over the c tokens.
     """
-    z, v = jax.jvp(head, (h, w0), (dh, dw))  # z = f(θ_t),  v = J δ, [c, V]
-    g, Hv = jax.jvp(jax.grad(lambda z: model.cross_entropy(z, y)), (z,), (v,))  # g = ∇ℓ(z),  Hv = ∇²ℓ(z) v
-    h_bar, w_bar = jax.vjp(head, h, w0)[1](linear * g + Hv)  # Jᵀ(g + Hv), the head's part
     loss = model.cross_entropy(z, y)
-    return (loss, linear * (loss + jnp.vdot(g, v)) + jnp.vdot(v, Hv) / 2), h_bar, w_bar
+    g, H = jax.linearize(jax.grad(lambda z: model.cross_entropy(z, y)), z)  # g = ∇ℓ(z),  H: v -> ∇²ℓ(z) v
+
+    at = lambda v, Hv: (loss + jnp.vdot(g, v) + jnp.vdot(v, Hv) / 2, g + Hv)
+    return loss, lambda v: at(v, H(v))
 
 
-def value_and_grad(objective, theta0, delta, tokens, config):
-    """Loss at θ_t, and value and gradient at θ_t + δ of an objective on the model linearized at θ_t, as means a token.
+def curvature(z, y):
+    """`quadratic` without its constant and its linear part: v -> ½ v·Hv, H v."""
+    _, H = jax.linearize(jax.grad(lambda z: model.cross_entropy(z, y)), z)
+    return jnp.zeros((), z.dtype), lambda v: (jnp.vdot(v, H(v)) / 2, H(v))
 
-    tokens: int32 [B, T+1]. Returns (loss, value), gradient. The damping ½ λ |δ|² is in value and gradient.
+
+def linearized(objective, theta0, delta, tokens, config):
+    """The objective at θ_t + δ on the model linearized at θ_t: (loss at θ_t, value), gradient; sums over tokens.
+
+    tokens: int32 [B, T+1].
     """
-    x, y = tokens[:, :-1], tokens[:, 1:]
-    head = partial(model.head, config.model)
+    (x, y), head = (tokens[:, :-1], tokens[:, 1:]), partial(model.head, config.model)
     h, push = jax.linearize(lambda p: model.hidden(config.model, p, x), theta0)  # push: δ -> J δ, below the head
 
-    def chunk(total, part):  # part: h [c, D], dh [c, D], y [c]
-        values, h_bar, w_bar = objective(head, theta0["head"], delta["head"], *part)
-        return jax.tree.map(jnp.add, total, (values, w_bar)), h_bar
+    def chunk(total, part):
+        h, dh, y = part  # [c, D], [c, D], [c]
+        z, v = jax.jvp(head, (h, theta0["head"]), (dh, delta["head"]))  # z = f(θ_t),  v = J δ, [c, V]
+        loss, at = objective(z, y)
+        value, u = at(v)
+        h_bar, w_bar = jax.vjp(head, h, theta0["head"])[1](u)  # Jᵀ u, the head's part
+        return jax.tree.map(jnp.add, total, ((loss, value), w_bar)), h_bar
 
     zero = jnp.zeros((), h.dtype)
     start = ((zero, zero), jnp.zeros_like(theta0["head"]))
-    ((loss, value), w_bar), h_bar = model.scan_tokens(config.model, chunk, start, h, push(delta), y)
+    (values, w_bar), h_bar = model.scan_tokens(config.model, chunk, start, h, push(delta), y)
     (grad,) = jax.linear_transpose(push, theta0)(h_bar.reshape(h.shape))  # pull: dh -> Jᵀ dh
-    grad = jax.tree.map(lambda a, d: a / y.size + config.damping * d, {**grad, "head": w_bar}, delta)
-    value = value / y.size + config.damping / 2 * sum(jnp.vdot(d, d) for d in jax.tree.leaves(delta))
-    return (loss / y.size, value), grad
+    return values, {**grad, "head": w_bar}
 
 
-@partial(jax.jit, static_argnames="config")
-def inner_step(state, tokens, config):
-    """One step of the inner optimizer on L2, on one inner batch; tokens: int32 [B, T+1]."""
+def value_and_grad(objective, linearized, theta0, delta, tokens, config):
+    """(loss at θ_t, value), gradient of the inner loss at θ_t + δ: means a token, plus the damping ½ λ |δ|²."""
+    (loss, value), grad = linearized(objective, theta0, delta, tokens, config)
+    size = tokens[:, 1:].size
+    grad = jax.tree.map(lambda a, d: a / size + config.damping * d, grad, delta)
+    value = value / size + config.damping / 2 * sum(jnp.vdot(d, d) for d in jax.tree.leaves(delta))
+    return (loss / size, value), grad
+
+
+@partial(jax.jit, static_argnames=("config", "objective", "linearized"))
+def inner_step(state, tokens, config, objective=quadratic, linearized=linearized):
+    """One step of the inner optimizer on one inner batch, int32 [B, T+1]."""
     delta = jax.tree.map(jnp.subtract, state.theta, state.params)
-    (loss, value), grad = value_and_grad(quadratic, state.params, delta, tokens, config)
+    (loss, value), grad = value_and_grad(objective, linearized, state.params, delta, tokens, config)
     descend = optimizer(learning_rate(state.t, state.k, config), config)
     step, opt = descend.update(grad, state.opt, state.theta)
-    return state._replace(
-        theta=jax.tree.map(jnp.add, state.theta, step),
-        opt=opt,
-        k=state.k + 1,
-        loss=state.loss + loss,
-        inner_loss=state.inner_loss + value,
-    )
+    theta = jax.tree.map(jnp.add, state.theta, step)
+    average = averaged(state.average, theta, config.average) if config.averages_inner_steps else state.average
+    sums = {"loss": state.loss + loss, "inner_loss": state.inner_loss + value}
+    return state._replace(theta=theta, average=average, opt=opt, k=state.k + 1, **sums)
 
 
-@partial(jax.jit, static_argnames="config")
-def solve(state, tokens, config):
+@partial(jax.jit, static_argnames=("config", "linearized"))
+def solve(state, tokens, config, linearized=linearized):
     """θ = θ_t - (G + λI)⁻¹ ∇L(θ_t) by conjugate gradients from δ = 0; tokens: int32 [N, B, T+1], the whole batch."""
-
     N, zero = tokens.shape[0], jax.tree.map(jnp.zeros_like, state.params)
 
     def mean(objective, delta):  # of the objective's values and gradient over the inner batches
-        of = lambda part: value_and_grad(objective, state.params, delta, part, config)
+        of = lambda part: value_and_grad(objective, linearized, state.params, delta, part, config)
         add = lambda total, part: (jax.tree.map(jnp.add, total, of(part)), None)
         start = (2 * (jnp.zeros_like(state.loss),), zero)
         return jax.tree.map(lambda a: a / N, jax.lax.scan(add, start, tokens)[0])
 
     (loss, _), grad = mean(quadratic, zero)
-    product = lambda delta: mean(partial(quadratic, linear=0.0), delta)[1]  # (G + λI) δ
-    minus_grad = jax.tree.map(jnp.negative, grad)
-    delta, _ = jax.scipy.sparse.linalg.cg(product, minus_grad, tol=1e-10, maxiter=config.cg_steps)
+    product, minus = lambda delta: mean(curvature, delta)[1], jax.tree.map(jnp.negative, grad)  # (G + λI) δ, -g
+    delta, _ = jax.scipy.sparse.linalg.cg(product, minus, tol=1e-10, maxiter=config.cg_steps)
     (_, value), _ = mean(quadratic, delta)
     theta = jax.tree.map(jnp.add, state.params, delta)
     return state._replace(theta=theta, k=state.k + N, loss=N * loss, inner_loss=N * value)
@@ -192,13 +215,21 @@ def line_search(theta0, theta, fresh, config):
 
 @partial(jax.jit, static_argnames="config")
 def finish(state, alpha, config):
-    """The state at the next outer step: θ_{t+1} = θ_t + α (θ - θ_t); θ and its momentum stay unless α = 0."""
+    """The state at the next outer step: θ_{t+1} = θ_t + α (θ - θ_t); θ and its momentum stay unless α = 0.
+
+    Parameter weight decay w then shrinks every matrix by 1 - w, of θ too, or the next step would undo it.
+    """
     fresh = init(state.params, config)
     theta, opt = jax.tree.map(partial(jnp.where, alpha == 0), (fresh.theta, fresh.opt), (state.theta, state.opt))
-    return fresh._replace(params=move(state.params, state.theta, alpha), theta=theta, opt=opt, t=state.t + 1)
+    params, keep = move(state.params, state.theta, alpha), 1 - config.parameter_weight_decay
+    shrink = lambda tree: jax.tree.map(lambda a, matrix: keep * a if matrix else a, tree, baselines.is_matrix(tree))
+    params, theta = shrink(params), shrink(theta)
+    average, tau = state.average, config.average**config.inner_steps
+    average = average if config.averages_inner_steps else averaged(average, params, tau)
+    return fresh._replace(params=params, theta=theta, average=average, opt=opt, t=state.t + 1)
 
 
-def update(state, batches, fresh, config, watch=lambda state: None):
+def update(state, batches, fresh, config, watch=lambda state: None, objective=quadratic, linearized=linearized):
     """One outer step of Algorithm 1: minimize L2 over a batch, line search on fresh tokens, move.
 
     batches(k), fresh(k): the k-th inner batch, int32 [B, T+1], k < inner_steps. watch(state): called after each inner
@@ -207,13 +238,12 @@ def update(state, batches, fresh, config, watch=lambda state: None):
     """
     N = config.inner_steps
     if config.inner == "cg":
-        state = solve(state, jnp.stack([batches(k) for k in range(N)]), config)
+        state = solve(state, jnp.stack([batches(k) for k in range(N)]), config, linearized)
     else:
         for k in range(int(state.k), N):
-            state = inner_step(state, batches(k), config)
+            state = inner_step(state, batches(k), config, objective, linearized)
             watch(state)
-    alpha = line_search(state.params, state.theta, fresh, config) if config.line_search else 1.0
+    alpha = line_search(state.params, state.theta, fresh, config) if config.line_search else None
     lr = None if config.inner == "cg" else learning_rate(state.t, 0, config)
-    metrics = {"train_loss": state.loss / N, "inner_loss": state.inner_loss / N, "lr": lr}
-    metrics["alpha"] = alpha if config.line_search else None
-    return finish(state, alpha, config), metrics
+    metrics = {"train_loss": state.loss / N, "inner_loss": state.inner_loss / N, "lr": lr, "alpha": alpha}
+    return finish(state, 1.0 if alpha is None else alpha, config), metrics

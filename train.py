@@ -2,8 +2,9 @@
 
 The flags are the fields of three dataclasses: `Config` here, model.Config, and the method's own. A run is: tokenize
 the corpus once; warm up with AdamW on the first 5% of the tokens, shared by all methods (Section 5); then outer steps
-of the method, each evaluated on held-out text, logged and saved. Every batch is a function of seed and step, so a run
-that is stopped and started again with the same command goes on as if nothing had happened.
+of the method, evaluated on held-out text, logged and saved. Every batch is a function of seed and step, so a run
+that is stopped and started again with the same command goes on as if nothing had happened. Commas between the values of
+a flag make a grid: a run for each combination, one after another.
 """
 
 import dataclasses
@@ -25,25 +26,31 @@ import checkpoint
 import data
 import flags
 import gn
+import gn_prox
+import layerwise_gn
 import model
+import report
 
-METHODS = {"gn": (gn, gn.Config), "adamw": (baselines, baselines.AdamW), "muon": (baselines, baselines.Muon)}
+METHODS = {method.__name__: (method, method.Config) for method in (gn, gn_prox, layerwise_gn)}
+METHODS |= {cls.__name__.lower(): (baselines, cls) for cls in (baselines.AdamW, baselines.Muon, baselines.SOAP)}
 DERIVED = ("model", "inner_steps", "outer_steps")  # fields of a method's Config that are not flags
+loss = jax.jit(model.loss, static_argnums=0)
 
 
 @dataclass(frozen=True)
 class Config:
     """A run. None = the default of the model: see DEFAULTS."""
 
-    method: str = "gn"  # gn | adamw | muon
+    method: str = "gn"  # gn (Algorithm 1) | gn_prox (Algorithm 2) | layerwise_gn (Section 6.3) | adamw | muon | soap
     model: str = "45m"  # tiny | 45m | 150m: the preset of the network (Appendix E)
     data: str = None  # stdlib (the source of Python's standard library) or the path of a .txt file; c4 is to come
     tokenizer: str = None  # bytes; gpt2 is to come
-    batch: int = None  # tokens in a batch, i.e. an outer step, line search not included; 400k, 1.2m, 40m are understood
+    batch: int = None  # tokens in a batch, i.e. an outer step, line search not included (Appendix H: 400k to 120m)
     tokens: int = None  # tokens of the run, warm-up and line search not included; default 20 a parameter (Section 5)
     steps: int = None  # outer steps; default tokens / batch
     inner_batch: int = None  # sequences in an inner batch, b_inner (Section 5: 32 at 45m, 128 at 150m)
     eval_tokens: int = None  # held-out tokens that an evaluation reads, at most
+    eval_every: int = None  # outer steps between two evaluations and saves; default: as many as read --eval-tokens
     target_loss: float = None  # nats a token: stop at the first evaluation at or below it (Section 6.1.1)
     warmup_fraction: float = 0.05  # tokens of the AdamW warm-up, over --tokens (Section 5)
     warmup_lr: float = 0.002  # peak learning rate of the warm-up, after a linear rise over its first tenth
@@ -51,29 +58,33 @@ class Config:
     out: str = None  # folder of the run; default runs/ and a name made of the settings
 
     def __post_init__(self):
-        for name in ("batch", "tokens", "steps", "inner_batch", "eval_tokens"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        for name in given.keys() & {"batch", "tokens", "steps", "inner_batch", "eval_tokens", "eval_every"}:
+            if given[name] < 1:
+                raise ValueError(f"{name} is {given[name]}; it must be at least 1")
+        for name in given.keys() & {"warmup_lr", "target_loss"}:
+            if not 0 < given[name] < math.inf:
+                raise ValueError(f"{name} is {given[name]}; it must be a positive number")
         if not 0 <= self.warmup_fraction <= 1:
             raise ValueError(f"warmup_fraction is {self.warmup_fraction}; it must be between 0 and 1")
-        for name in ("warmup_lr", "target_loss"):
-            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be a positive number")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed is {self.seed}; it must be at least 0 and below 2^32")
 
 
-TINY = {"data": "stdlib", "tokenizer": "bytes", "inner_batch": 8, "eval_tokens": 65_536}
 PAPER = {"data": "c4", "tokenizer": "gpt2", "batch": 4_000_000, "eval_tokens": 10 * 128 * 1024}  # the paper: ten times
 DEFAULTS = {  # of the flags, by model
-    "tiny": {**TINY, "batch": 131_072, "steps": 10},  # half of 20 tokens a parameter, unless --tokens is given
+    "tiny": {"data": "stdlib", "tokenizer": "bytes", "batch": 131_072, "inner_batch": 8, "eval_tokens": 65_536}
+    | {"steps": 10},  # half of 20 tokens a parameter, unless --tokens is given
     "45m": {**PAPER, "inner_batch": 32},
     "150m": {**PAPER, "inner_batch": 128},
 }
 TUNED = {  # of the flags, by model and method: the best of the grids in README.md
-    ("tiny", "gn"): {"schedule": "global cosine"},
-    ("tiny", "muon"): {"lr": 0.07, "schedule": "constant", "warmup": 0.3, "momentum": 0.9},
-    ("tiny", "adamw"): {"lr": 0.01, "schedule": "constant", "warmup": 0.3},
+    ("tiny", "gn"): {"lr": 0.02, "schedule": "global cosine"},
+    ("tiny", "gn_prox"): {"lr": 0.015, "average": 0.99},
+    ("tiny", "layerwise_gn"): {"lr": 0.03, "schedule": "global cosine"},
+    ("tiny", "adamw"): {"lr": 0.015, "schedule": "constant", "warmup": 0.5, "b2": 0.99, "average": 0.3},
+    ("tiny", "muon"): {"lr": 0.06, "schedule": "constant", "warmup": 0.3, "momentum": 0.9, "average": 0.4},
+    ("tiny", "soap"): {"lr": 0.03, "schedule": "constant", "warmup": 0.5, "b2": 0.7, "average": 0.3},
 }
 
 
@@ -119,8 +130,11 @@ def parse(argv):
     return values | given
 
 
-def configure(argv):
-    """The Run of a command line, sizes worked out. Raises ValueError for what is not valid; writes nothing."""
+def configure(argv, home=None):
+    """The Run of a command line, sizes worked out; in a folder in `home`, if given, whose name is made of the settings.
+
+    Raises ValueError for what is not valid; writes nothing.
+    """
     values = parse(argv)
     pick = lambda cls: {name: values[name] for name in flags.fields_of(cls, DERIVED if cls is not Config else ())}
     config = Config(**pick(Config))
@@ -137,9 +151,11 @@ def configure(argv):
     method, cls = METHODS[config.method]
     settings = cls(network, inner_steps, steps, **pick(cls))
     values |= {"vocab_size": tokenizer.vocab_size, "batch": batch, "tokens": tokens, "steps": steps, "out": None}
+    values["eval_every"] = config.eval_every or max(1, config.eval_tokens // batch)
+    values |= {name: getattr(settings, name) for name in pick(cls)}
     digest = checkpoint.digest(values, checkpoint.code())[:6]
     name = f"{config.method}-{config.model}-{batch}-lr{settings.lr}-seed{config.seed}-{digest}"
-    values["out"] = config.out or f"runs/{name}"
+    values["out"] = f"{home or 'runs'}/{name}" if home or not config.out else config.out
     return Run(Config(**pick(Config)), method, settings, tokenizer, parameters, values)
 
 
@@ -210,9 +226,8 @@ def warm_up(run, live):
     if not steps:
         return made["params"], None
     settings = baselines.AdamW(network, 1, steps, lr=config.warmup_lr, schedule="constant", warmup=0.1)
-    machine = [jax.__version__, jax.devices()[0].device_kind]
-    code = checkpoint.code("model", "attention", "baselines", "data")
-    key = checkpoint.digest(repr(settings), config.inner_batch, config.seed, live.corpus.meta["sha256"], machine, code)
+    about = [jax.__version__, jax.devices()[0].device_kind, checkpoint.code("model", "attention", "baselines", "data")]
+    key = checkpoint.digest(repr(settings), config.inner_batch, config.seed, live.corpus.meta["sha256"], about)
     path = Path("data") / f"warmup-{key[:12]}.npz"
     if path.exists():
         try:
@@ -221,17 +236,15 @@ def warm_up(run, live):
         except ValueError as error:
             print(f"{error}; the warm-up is made again", file=sys.stderr)
     state = baselines.init(made["params"], settings)
+    wait = lambda state: jax.block_until_ready(state.k)  # not live.watch, which keeps what a stopped run saves
     with live.bar("warm-up", steps):
         for i in range(steps):
-            state, metrics = baselines.update(state, live.read(i), None, settings, live.watch)
+            state, metrics = baselines.update(state, live.read(i), None, settings, wait)
     made = {"params": state.params, "loss": metrics["train_loss"]}
     if not all(jnp.isfinite(a).all() for a in jax.tree.leaves(made)):
         raise FloatingPointError("the warm-up diverged; try a smaller --warmup-lr")
     checkpoint.save(path, made)
     return made["params"], made["loss"]
-
-
-loss = jax.jit(model.loss, static_argnums=0)
 
 
 def evaluate(run, live, params):
@@ -264,33 +277,41 @@ def log_row(run, live, params, t, metrics):
 def train(run, state, rows, live):
     """From state, or the warm-up where it is None, to the last outer step or the target loss; the log's rows.
 
-    Raises Stop where a signal came, after saving the newest state.
+    Raises Stop where a signal came, after saving the newest state, and FloatingPointError where a loss is not finite,
+    after logging that.
     """
     config, folder, metrics = run.config, Path(run.config.out), {}
-    live.training = True
-    if state is None:
-        start = time.perf_counter()
-        params, metrics["train_loss"] = warm_up(run, live)
-        metrics["seconds"] = time.perf_counter() - start
-        state = run.method.init(params, run.settings)
-    live.state, t0 = None, int(state.t)
-    print(HEADER, *map(table_row, rows), sep="\n")
+    live.training, live.state, t = True, None, 0
     try:
+        if state is None:
+            start = time.perf_counter()
+            params, metrics["train_loss"] = warm_up(run, live)
+            metrics["seconds"] = time.perf_counter() - start
+            state = run.method.init(params, run.settings)
+        t0 = int(state.t)
+        print(report.HEADER, *map(report.table_row, rows), sep="\n")
         with live.bar(config.method, config.steps * run.step_batches, t0 * run.step_batches):
             for t in range(t0, config.steps + 1):
-                if not rows or rows[-1]["step"] < t:
-                    rows.append(log_row(run, live, state.params, t, metrics))
+                due = t % config.eval_every == 0 or t == config.steps
+                if due and (not rows or rows[-1]["step"] < t):
+                    rows.append(log_row(run, live, baselines.weights(state), t, metrics))
                     checkpoint.write_log(folder, rows)
                     checkpoint.save(folder / "checkpoint.npz", state)
-                    live.state = None
-                    tqdm.write(table_row(rows[-1]))
+                    live.state, metrics = None, {}
+                    tqdm.write(report.table_row(rows[-1]))
                 if t == config.steps or (config.target_loss and rows[-1]["val_loss"] <= config.target_loss):
                     return rows
-                state, metrics = outer_step(run, state, t, live)
+                state, new = outer_step(run, state, t, live)
+                metrics = new | {"seconds": new["seconds"] + metrics.get("seconds", 0)}
     except Stop:
         if live.state is not None:
             checkpoint.save(folder / "checkpoint.npz", live.state)
         raise
+    except FloatingPointError as error:
+        checkpoint.write_log(folder, [*rows, {"step": t, "val_loss": None, "diverged": str(error)}])
+        raise
+    finally:
+        live.training = False
 
 
 def outer_step(run, state, t, live):
@@ -304,79 +325,66 @@ def outer_step(run, state, t, live):
 
 
 def resume(run):
-    """The state and the log's rows that the run's folder holds, or None and []. Raises ValueError where damaged."""
-    path = Path(run.config.out) / "checkpoint.npz"
+    """The state and the log's rows that the run's folder holds, or None and [].
+
+    Raises OSError where the checkpoint is damaged, and FloatingPointError where the run diverged before.
+    """
+    path, rows = Path(run.config.out) / "checkpoint.npz", checkpoint.read_log(run.config.out)
+    if rows and "diverged" in rows[-1]:
+        raise FloatingPointError(f"{path.parent}: {rows[-1]['diverged']}")
     if not path.exists():
         return None, []
     init = lambda: run.method.init(model.init(run.settings.model, jax.random.key(0)), run.settings)
-    state = checkpoint.load(path, jax.eval_shape(init))
-    return state, [row for row in checkpoint.read_log(path.parent) if row["step"] <= int(state.t)]
+    try:
+        state = checkpoint.load(path, jax.eval_shape(init))
+    except ValueError as error:
+        raise OSError(error) from None
+    return state, [row for row in rows if row["step"] <= int(state.t)]
 
 
-# ---- what is printed -----------------------------------------------------------------------------------------------
-
-COLUMNS = {"step": (5, "d"), "tokens": (13, ",d"), "train_loss": (11, ".4f"), "val_loss": (9, ".4f")}  # width, format
-COLUMNS |= {"val_bpb": (8, ".4f"), "lr": (9, ".2g"), "alpha": (6, ".3f"), "seconds": (8, ".1f")}
-HEADER = " ".join(f"{name:>{width}}" for name, (width, _) in COLUMNS.items())
-
-
-def table_row(row):
-    """A row of the table; - where the method has no such number."""
-    cells = ("-" if row[name] is None else format(row[name], form) for name, (_, form) in COLUMNS.items())
-    return " ".join(cell.rjust(width) for cell, (width, _) in zip(cells, COLUMNS.values(), strict=True))
+def execute(run, corpus, live):
+    """Starts a run or goes on with it, to its end; the log's rows."""
+    (live.run, live.corpus), (state, rows) = (run, corpus), resume(run)
+    checkpoint.open_folder(run.config.out, run.values | {"out": None, "corpus": corpus.meta["sha256"]})
+    report.opening(run, corpus)
+    rows = train(run, state, rows, live)
+    report.summary(run, rows)
+    return rows
 
 
-def report(run, corpus):
-    """Says what is about to run."""
-    config, network = run.config, run.settings.model
-    print(" ".join(f"{name}={value}" for name, value in run.values.items()))
-    device = jax.devices()[0].device_kind
-    tokens = corpus.meta["train_tokens"]
-    inner = f"{run.settings.inner_steps} x {config.inner_batch} x {network.context}"
-    print(f"{run.parameters:,} parameters on {device}; {tokens:,} training tokens in {config.data}")
-    print(f"{config.steps} outer steps of {config.batch:,} tokens: {inner} (inner batches, sequences, positions)")
-    batches = run.warmup_batches + config.steps * run.step_batches
-    epochs = batches * config.inner_batch / data.windows(corpus.train, network.context)
-    if epochs > 1:
-        print(f"the run reads {batches * run.inner_tokens:,} tokens: the corpus {epochs:.1f} times")
-
-
-def summary(run, rows):
-    """Says what the run came to."""
-    last, seconds = rows[-1], sum(row["seconds"] or 0 for row in rows)
-    loss, bits, tokens, search = (last[name] for name in ("val_loss", "val_bpb", "tokens", "tokens_line_search"))
-    print(f"validation loss {loss:.4f}, {bits:.4f} bits a byte, after {last['step']} outer steps")
-    print(f"{tokens:,} tokens, {search:,} of them for line search; {seconds:.0f} s, evaluation not included")
-    refused = sum(row["alpha"] == 0 for row in rows)
-    if refused:
-        print(f"{refused} steps were refused, as no step size lowered the loss: try a smaller --lr")
-    if run.config.target_loss:
-        reached = "reached" if last["val_loss"] <= run.config.target_loss else "not reached"
-        print(f"target loss {run.config.target_loss} {reached}")
-    print(f"{run.config.out}: config.json, log.jsonl, checkpoint.npz")
+def execute_all(runs, corpora, live):
+    """The runs one after another, and their table; those that diverge are said and left. Whether any did not."""
+    results = []
+    for i, (run, corpus) in enumerate(zip(runs, corpora, strict=True)):
+        if len(runs) > 1:
+            print(f"\n---- run {i + 1} of {len(runs)}: {run.config.out}")
+        try:
+            results.append(execute(run, corpus, live))
+        except FloatingPointError as error:
+            print(f"train.py: {error}", file=sys.stderr)
+            results.append(None)
+    if len(runs) > 1:
+        report.grid(runs, results)
+    return any(results)
 
 
 def main(argv=None):
-    """Runs the command line. Exit status: 0; 2 for bad input; 1 for a failure; 128 + a signal that ended it.
-
-    No traceback for any of these: one line on standard error.
-    """
+    """Runs the command line. Status, with one line said: 0; 2 bad input; 1 a failure; 128 + a signal that ended it."""
     live, handlers = Live(None), {}
     try:
         handlers = {number: signal.signal(number, live.caught) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            run = live.run = configure(sys.argv[1:] if argv is None else argv)
-            folder, about = Path(run.config.out), run.values | {"out": None}
-            checkpoint.check_folder(folder, about)
-            corpus = live.corpus = data.prepare(run.config.data, run.tokenizer, run.settings.model.context)
-            state, rows = resume(run)
-            checkpoint.open_folder(folder, about | {"corpus": corpus.meta["sha256"]})
+            lines = flags.expand(sys.argv[1:] if argv is None else argv)
+            home = flags.peek(lines[0], "out", "runs") if len(lines) > 1 else None
+            runs = [configure(line, home) for line in lines]
+            for run in runs:
+                checkpoint.check_folder(run.config.out, run.values | {"out": None})
+            corpora = [data.prepare(run.config.data, run.tokenizer, run.settings.model.context) for run in runs]
         except ValueError as error:
             print(f"train.py: {error}", file=sys.stderr)
             return 2
-        report(run, corpus)
-        summary(run, train(run, state, rows, live))
-    except (FloatingPointError, OSError) as error:
+        return 0 if execute_all(runs, corpora, live) else 1
+    except OSError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 1
     except Stop:
@@ -386,7 +394,6 @@ def main(argv=None):
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    return 0
 
 
 if __name__ == "__main__":

@@ -50,6 +50,11 @@ def random_tokens(config, size, seed=0):
     return np.random.default_rng(seed).integers(0, config.vocab_size, shape).astype(np.int32)
 
 
+def many(network, size=2):
+    """Two functions k -> inner batch: the batch and fresh tokens."""
+    return (lambda k: random_tokens(network, size, k)), (lambda k: random_tokens(network, size, 100 + k))
+
+
 @partial(jax.jit, static_argnums=0)
 def logits(config, params, tokens):
     """The model's logits the plain way, [B, T, V]: what the chunked code never holds."""

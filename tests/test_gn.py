@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TOY, assert_same, logits, random_params, random_tokens
+from conftest import TOY, assert_same, logits, many, random_params, random_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.flatten_util import ravel_pytree
 
+import baselines
 import gn
 import model
 
@@ -30,7 +31,7 @@ def config_of(network, **changes):
 
 def compiled(network, **changes):
     """gn.value_and_grad of the quadratic, compiled: (θ_t, δ, tokens) -> (loss, L2), gradient."""
-    return jax.jit(partial(gn.value_and_grad, gn.quadratic, config=config_of(network, **changes)))
+    return jax.jit(partial(gn.value_and_grad, gn.quadratic, gn.linearized, config=config_of(network, **changes)))
 
 
 def dense(network, params, tokens):
@@ -61,10 +62,7 @@ def test_gradient_is_g_plus_G_delta_and_loss_is_the_quadratic(toy, float64):
     flat, unravel = ravel_pytree(params)
     delta = np.random.default_rng(1).normal(size=flat.shape) * 0.3
     for damping in (0.0, 0.1):
-        config = config_of(toy, damping=damping)
-        (at, value), grad = jax.jit(partial(gn.value_and_grad, gn.quadratic, config=config))(
-            params, unravel(delta), tokens
-        )
+        (at, value), grad = compiled(toy, damping=damping)(params, unravel(delta), tokens)
         close(grad, g + G @ delta + damping * delta, 1e-10)
         close(value, loss + g @ delta + delta @ G @ delta / 2 + damping * delta @ delta / 2, 1e-10)
         close(at, loss, 1e-10)
@@ -107,7 +105,7 @@ def test_curvature_product_is_symmetric_and_positive(float64):
     params, tokens = random_params(TOY), random_tokens(TOY, 2)
     flat, unravel = ravel_pytree(params)
     u, v = np.random.default_rng(3).normal(size=(2, flat.size))
-    product = jax.jit(partial(gn.value_and_grad, partial(gn.quadratic, linear=0.0), config=config_of(TOY)))
+    product = jax.jit(partial(gn.value_and_grad, gn.curvature, gn.linearized, config=config_of(TOY)))
     G = lambda v: ravel_pytree(product(params, unravel(v), tokens)[1])[0]
     assert math.isclose(u @ G(v), v @ G(u), rel_tol=1e-10)
     assert v @ G(v) > 0 and u @ G(u) > 0
@@ -117,10 +115,7 @@ def test_chunks_do_not_change_anything(float64):
     """Loss and gradient do not depend on how many tokens go through the head at a time, a divisor of B T or not."""
     params, tokens = random_params(TOY), random_tokens(TOY, 3)
     delta = random_params(TOY, seed=1)
-    results = [
-        compiled(dataclasses.replace(TOY, head_chunk=c))(params, delta, tokens)
-        for c in (1, 7, 15, 1000)
-    ]
+    results = [compiled(dataclasses.replace(TOY, head_chunk=c))(params, delta, tokens) for c in (1, 7, 15, 1000)]
     for other in results[1:]:
         close(other, results[0], 1e-12)
 
@@ -148,15 +143,10 @@ def test_no_array_holds_the_logits_of_a_batch(what):
     assert largest <= 10_000 * TOY.d_ff < 16 * TOY.context * 10_000 / 6
 
 
-def many(network, inner_steps, size=2):
-    """Two functions k -> inner batch: the batch and fresh tokens."""
-    return (lambda k: random_tokens(network, size, k)), (lambda k: random_tokens(network, size, 100 + k))
-
-
 @pytest.mark.parametrize("damping", [3.0, 1e-3])
 def test_cg_update_is_the_dense_solve(toy, float64, damping):
     """One `update` with inner cg is θ_t - α (G + λI)⁻¹ g on the whole batch, α the best of the grid or 0."""
-    params, (batches, fresh) = random_params(toy), many(toy, 2)
+    params, (batches, fresh) = random_params(toy), many(toy)
     config = config_of(toy, inner="cg", cg_steps=3000, damping=damping)
     loss, g, G = dense(toy, params, np.concatenate([batches(0), batches(1)]))
     flat, unravel = ravel_pytree(params)
@@ -192,7 +182,7 @@ def test_muon_inner_loop_lowers_the_quadratic(float64):
 
 def test_next_inner_loop_starts_before_the_line_search(float64):
     """θ_{t+1} = θ_t + α (θ - θ_t), and the inner iterate and its momentum go on from θ (Section 5.1)."""
-    params, (batches, fresh) = random_params(TOY), many(TOY, 2)
+    params, (batches, fresh) = random_params(TOY), many(TOY)
     config = config_of(TOY, lr=0.02)
     state, metrics = gn.update(gn.init(params, config), batches, fresh, config)
     alpha = float(metrics["alpha"])
@@ -213,12 +203,12 @@ def test_next_inner_loop_starts_before_the_line_search(float64):
 
 def search(theta, config, params=None):
     params = random_params(TOY) if params is None else params
-    return float(gn.line_search(params, theta, many(TOY, 2)[1], config))
+    return float(gn.line_search(params, theta, many(TOY)[1], config))
 
 
 def test_line_search_takes_the_best_of_its_grid(float64):
     """α is the argmin over 2^(-i/2) of the mean loss over all fresh batches, for steps of every length."""
-    params, fresh = random_params(TOY), many(TOY, 2)[1]
+    params, fresh = random_params(TOY), many(TOY)[1]
     grad = jax.grad(LOSS)(params, fresh(0))  # good for the first fresh batch more than for the second
     seen, alone = set(), set()
     for length in (0.2, 0.5, 0.8, 1.0, 1.3, 1.6, 2.0, 2.5, 3.0, 4.0):
@@ -240,7 +230,7 @@ def test_move_is_the_line_from_theta_t_to_theta(float64):
 
 def test_guard_refuses_what_does_not_lower_the_loss(float64):
     """Uphill or non-finite: α = 0, θ_t stays exactly, iterate and momentum restart from it. Unguarded it moves."""
-    params, (batches, fresh) = random_params(TOY), many(TOY, 2)
+    params, (batches, fresh) = random_params(TOY), many(TOY)
     config = config_of(TOY)
     up = jax.grad(lambda p: sum(model.loss(TOY, p, fresh(k)) for k in range(2)))(params)
     uphill = jax.tree.map(lambda a, g: a + g, params, up)
@@ -267,47 +257,120 @@ def test_micro_batches_and_order_of_sequences(float64):
 def test_same_batches_twice_give_bitwise_the_same_state():
     """Nothing random is left in an outer step."""
     config = config_of(TOY, inner_steps=3)
-    one, two = (gn.update(gn.init(random_params(TOY), config), *many(TOY, 3), config) for _ in range(2))
+    one, two = (gn.update(gn.init(random_params(TOY), config), *many(TOY), config) for _ in range(2))
     assert_same(one, two)
 
 
 def test_stopped_inside_an_outer_step_it_goes_on_bitwise():
     """A State is all there is: from the one after any inner step, update ends where it would have ended."""
     config, seen = config_of(TOY, inner_steps=3), []
-    whole = gn.update(gn.init(random_params(TOY), config), *many(TOY, 3), config, seen.append)
+    whole = gn.update(gn.init(random_params(TOY), config), *many(TOY), config, seen.append)
     assert [int(state.k) for state in seen] == [1, 2, 3]
     for state in seen:
-        assert_same(gn.update(state, *many(TOY, 3), config), whole)
+        assert_same(gn.update(state, *many(TOY), config), whole)
 
 
 def test_without_line_search_the_step_is_taken_whole():
     """line_search = 0: θ_{t+1} = θ, nothing fresh is read, and the log has no α."""
     config = config_of(TOY, line_search=0)
-    state, metrics = gn.update(gn.init(random_params(TOY), config), many(TOY, 2)[0], None, config)
+    state, metrics = gn.update(gn.init(random_params(TOY), config), many(TOY)[0], None, config)
     close(state.params, state.theta, 1e-6)
     assert metrics["alpha"] is None and config.fresh_batches == 0
 
 
+def half(x):
+    return 0.5 + 0.5 * math.cos(math.pi * x)
+
+
+PLACES = [
+    (0, 0),
+    (0, 3),
+    (1, 0),
+    (1, 3),
+    (2, 0),
+    (2, 3),
+]  # first and last inner step of the first two and the last of 3
+
+
+def rates(**changes):
+    """lr(t, k) at PLACES, N = 4, with its peak at 0.5, over 0.5."""
+    config = config_of(TOY, inner_steps=4, lr=0.5, **changes)
+    at = jax.jit(partial(gn.learning_rate, config=config))  # t and k are traced: one program for the whole run
+    return np.array([float(at(jnp.int32(t), jnp.int32(k))) for t, k in PLACES]) / 0.5
+
+
 def test_schedules():
-    """Appendix D: lr(t, k) at the first and last inner step of the first two and the last of 3 outer steps, N = 4."""
-    half = lambda x: 0.5 + 0.5 * math.cos(math.pi * x)
-    places = [(0, 0), (0, 3), (1, 0), (1, 3), (2, 0), (2, 3)]
+    """Appendix D: lr(t, k) of the four schedules, none of which spends an inner step at lr 0, the last one included."""
     expected = {
-        "constant": [1, 1, 1, 1, 1, 1],
+        "constant": [1] * 6,
         "constant+inner cosine": [1, half(3 / 4)] * 3,
-        "global cosine": [half((4 * t + k) / 12) for t, k in places],
-        "global+inner cosine": [half((4 * t + k) / 12) * half(k / 4) for t, k in places],
+        "global cosine": [half((4 * t + k) / 12) for t, k in PLACES],
+        "global+inner cosine": [half((4 * t + k) / 12) * half(k / 4) for t, k in PLACES],
     }
     assert set(expected) == set(gn.SCHEDULES)
     for schedule, values in expected.items():
-        config = config_of(TOY, inner_steps=4, schedule=schedule, lr=0.5)
-        got = [float(gn.learning_rate(jnp.int32(t), jnp.int32(k), config)) for t, k in places]
-        np.testing.assert_allclose(got, 0.5 * np.array(values), rtol=1e-5)
-        assert min(got) > 0  # no inner step is spent at lr 0, the last outer step's included
+        got = rates(schedule=schedule)
+        np.testing.assert_allclose(got, values, rtol=1e-5)
+        assert min(got) > 0
+
+
+def test_warm_up_fractions():
+    """Linear rises: of the whole run over its first inner steps, of each outer step over its own; then the cosine."""
+    s = [4 * t + k for t, k in PLACES]
+    rise, fall = [min(1, (i + 1) / 6) for i in s], [half(max(0, (i - 6) / 6)) for i in s]
+    np.testing.assert_allclose(rates(schedule="constant", warmup=0.5), rise, rtol=1e-5)
+    np.testing.assert_allclose(rates(schedule="global cosine", warmup=0.5), np.multiply(rise, fall), rtol=1e-5)
+    inner = rates(schedule="constant+inner cosine", inner_warmup=0.5)
+    np.testing.assert_allclose(inner, [1 / 2, half(1 / 2)] * 3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tau", [0.0, 0.6])
+def test_with_line_search_the_average_is_over_outer_steps(float64, tau):
+    """Σ of the θ_t of n outer steps, decay τ^N each, as each is N inner steps; evaluated and no more. τ = 0: none."""
+    config, thetas = config_of(TOY, average=tau), [random_params(TOY)]
+    state, plain = gn.init(thetas[0], config), gn.init(thetas[0], config_of(TOY))
+    for _ in range(3):
+        state, _ = gn.update(state, *many(TOY), config)
+        plain, _ = gn.update(plain, *many(TOY), config_of(TOY))
+        thetas.append(state.params)
+        assert_same(state.params, plain.params)
+    decay = tau**2
+    closed = lambda *a: decay**3 * a[0] + (1 - decay) * sum(decay ** (3 - i) * a[i] for i in (1, 2, 3))
+    close(baselines.weights(state), jax.tree.map(closed, *thetas) if tau else state.params, 1e-12)
+    assert (state.average is None) == (tau == 0)
+
+
+def test_parameter_weight_decay_shrinks_matrices_once_an_outer_step(float64):
+    """θ_{t+1} is (1 - w) times what it would be, on matrices; so is θ, else the next step would undo it; norms stay."""
+    params = random_params(TOY)
+    plain, decayed = (
+        gn.update(gn.init(params, c), *many(TOY), c)[0]
+        for c in (config_of(TOY), config_of(TOY, parameter_weight_decay=0.1))
+    )
+    for a, b in ((plain.params, decayed.params), (plain.theta, decayed.theta)):
+        for name in ("embedding", "head"):
+            close(b[name], 0.9 * a[name], 1e-12)
+        for name in a["blocks"]:
+            close(b["blocks"][name], (0.9 if name in model.MATRICES else 1) * a["blocks"][name], 1e-12)
+        assert_same(a["final_norm"], b["final_norm"])
+
+
+def test_inner_adamw_is_adam_on_the_quadratic(float64):
+    """--inner adamw: the first step of every parameter is -lr sign(gradient), of matrices with the decay besides."""
+    params, tokens = random_params(TOY), random_tokens(TOY, 2)
+    config = config_of(TOY, inner="adamw", lr=0.01, weight_decay=0.5, schedule="constant")
+    grad = GRAD(params, jax.tree.map(jnp.zeros_like, params), tokens)[1]
+    state = gn.inner_step(gn.init(params, config), tokens, config)
+    decayed = baselines.is_matrix(params)
+    step = jax.tree.map(lambda a, g, w: a - 0.01 * (jnp.sign(g) + 0.5 * a * w), params, grad, decayed)
+    big = jax.tree.map(lambda g: abs(g) > 1e-3, grad)  # where the ε of Adam does not count
+    jax.tree.map(lambda a, b, m: np.testing.assert_allclose(a[m], b[m], atol=1e-6), state.theta, step, big)
 
 
 @pytest.mark.parametrize(
-    "bad", [{"lr": -1.0}, {"lr": math.nan}, {"schedule": "cosin"}, {"inner": "sgd"}, {"damping": -1.0}]
+    "bad",
+    [{"lr": -1.0}, {"lr": math.nan}, {"schedule": "cosin"}, {"inner": "sgd"}, {"damping": -1.0}, {"inner_warmup": 1.0}]
+    + [{"average": 1.0}, {"parameter_weight_decay": -0.1}, {"cg_steps": 0}, {"line_search": -1}],
 )
 def test_bad_settings_are_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):

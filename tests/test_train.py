@@ -20,23 +20,12 @@ import data
 import flags
 import gn
 import model
+import report
 import train
 
 SMALL = ["--model", "tiny", "--d-model", "8", "--d-ff", "8", "--n-layers", "1", "--n-heads", "2", "--n-kv-heads", "2"]
-SMALL += [
-    "--context",
-    "16",
-    "--batch",
-    "192",
-    "--inner-batch",
-    "4",
-    "--tokens",
-    "2k",
-    "--eval-tokens",
-    "640",
-    "--steps",
-    "3",
-]
+SMALL += "--context 16 --batch 192 --inner-batch 4 --tokens 2k --eval-tokens 640 --eval-every 1 --steps 3".split()
+SEARCH = ("gn", "layerwise_gn")  # the methods with a line search by default
 
 
 @pytest.fixture
@@ -71,7 +60,7 @@ def without_time(rows):
 def test_a_run_leaves_its_log_its_config_and_its_state(here, capsys, method):
     """Rows 0..3 with the fixed names; tokens counted, line search included; the table and the summary are printed."""
     assert run("--method", method, "--out", "r") == 0
-    log, fresh = rows("r"), 192 if method == "gn" else 0
+    log, fresh = rows("r"), 192 if method in SEARCH else 0
     assert [row["step"] for row in log] == [0, 1, 2, 3]
     names = {"step", "tokens", "tokens_line_search", "train_loss", "val_loss", "val_bpb", "lr", "alpha", "seconds"}
     assert all(names <= set(row) for row in log)
@@ -79,7 +68,7 @@ def test_a_run_leaves_its_log_its_config_and_its_state(here, capsys, method):
     assert [row["tokens"] for row in log] == [warm + t * (192 + fresh) for t in range(4)]
     assert [row["tokens_line_search"] for row in log] == [t * fresh for t in range(4)]
     assert log[0]["lr"] is None and log[0]["alpha"] is None and all(row["lr"] > 0 for row in log[1:])
-    assert all((row["alpha"] is not None) == (method == "gn") for row in log[1:])
+    assert all((row["alpha"] is not None) == (method in SEARCH) for row in log[1:])
     meta = data.prepare("text.txt", data.tokenizer("bytes"), 16).meta
     for row in log:
         bits = row["val_loss"] / np.log(2) * meta["val_tokens"] / meta["val_bytes"]
@@ -92,11 +81,11 @@ def test_a_run_leaves_its_log_its_config_and_its_state(here, capsys, method):
     )
     assert everything("r")[".t"] == 3
     out = capsys.readouterr().out
-    assert train.HEADER in out and f"{log[3]['val_loss']:.4f}" in out and "bits a byte" in out
+    assert report.HEADER in out and f"{log[3]['val_loss']:.4f}" in out and "bits a byte" in out
 
 
 def test_evaluation_is_the_mean_over_held_out_windows(here):
-    """val_loss of the last row = the loss of the saved parameters over the same windows, in one large batch."""
+    """val_loss of the last row = the loss of the saved weight average over the same windows, in one large batch."""
     assert run("--method", "adamw", "--out", "r") == 0
     config = train.configure([*SMALL, "--data", "text.txt", "--method", "adamw", "--out", "r"])
     corpus = data.prepare("text.txt", config.tokenizer, 16)
@@ -104,8 +93,9 @@ def test_evaluation_is_the_mean_over_held_out_windows(here):
     state = checkpoint.load(Path("r/checkpoint.npz"), state)
     batch = data.batch(corpus.val, 16, 40, 0, 0)
     np.testing.assert_allclose(
-        rows("r")[3]["val_loss"], model.loss(config.settings.model, state.params, batch), rtol=1e-5
+        rows("r")[3]["val_loss"], model.loss(config.settings.model, state.average, batch), rtol=1e-5
     )
+    assert abs(model.loss(config.settings.model, state.params, batch) - rows("r")[3]["val_loss"]) > 1e-4
 
 
 def test_training_reads_the_batches_that_its_place_says(here, monkeypatch):
@@ -125,7 +115,7 @@ def test_a_finished_run_is_not_run_again(here, capsys):
 
 
 def test_warm_up_is_shared_by_methods_and_not_by_seeds(here):
-    for more in (["--method", "gn"], ["--method", "muon"], ["--method", "gn", "--lr", "0.02"]):
+    for more in (["--method", "gn"], ["--method", "muon"], ["--method", "gn", "--lr", "0.05"]):
         assert run(*more) == 0
     assert len(list(Path("data").glob("warmup-*.npz"))) == 1
     first = [rows(out)[0]["val_loss"] for out in Path("runs").iterdir()]
@@ -147,7 +137,7 @@ def test_a_damaged_warm_up_is_made_again(here, capsys):
 def test_a_run_that_is_stopped_anywhere_goes_on_bitwise(here, monkeypatch, method):
     """SIGTERM after the n-th batch, n all over a run: status 143; the same command then ends in the same state."""
     assert run("--method", method, "--out", "whole") == 0
-    batches, original = 3 * (6 if method == "gn" else 3), data.batch
+    batches, original = 3 * (6 if method in SEARCH else 3), data.batch
     for n in range(0, batches, 4):
         count = iter(range(10_000))
 
@@ -242,7 +232,8 @@ def test_target_loss_stops_the_run(here, capsys):
     assert losses[3] < losses[1]
     assert run("--method", "gn", "--out", "r", "--steps", "4", "--target-loss", str(losses[1] + 1e-6)) == 0
     assert [row["val_loss"] for row in rows("r")] == losses[:2]
-    assert f"{losses[1] + 1e-6} reached" in capsys.readouterr().out
+    tokens = rows("r")[1]["tokens"]
+    assert f"{losses[1] + 1e-6} reached after 1 outer steps, {tokens:,} tokens" in capsys.readouterr().out
     assert run("--method", "gn", "--out", "s", "--steps", "1", "--target-loss", "0.01") == 0
     assert "target loss 0.01 not reached" in capsys.readouterr().out
 
@@ -273,11 +264,126 @@ def test_a_diverging_warm_up_is_not_kept(here, capsys):
     assert not list(Path("data").glob("warmup-*"))
 
 
-def test_a_diverging_run_ends_with_its_last_good_checkpoint(here, capsys):
+def test_a_diverging_run_ends_with_its_last_good_checkpoint_and_says_so_ever_after(here, capsys, monkeypatch):
     assert run("--method", "adamw", "--out", "r", "--lr", "1e30", "--steps", "9") == 1
-    assert "try a smaller --lr" in capsys.readouterr().err
+    first = capsys.readouterr().err
+    assert "try a smaller --lr" in first and first.count("\n") == 1
     assert all(np.isfinite(a).all() for name, a in everything("r").items() if name.startswith(".params"))
-    assert all(np.isfinite(row["val_loss"]) for row in rows("r"))
+    *good, last = rows("r")
+    assert all(np.isfinite(row["val_loss"]) for row in good) and last["val_loss"] is None and last["diverged"] in first
+    monkeypatch.setattr(train, "train", None)
+    assert run("--method", "adamw", "--out", "r", "--lr", "1e30", "--steps", "9") == 1
+    assert last["diverged"] in capsys.readouterr().err
+
+
+GRID = ["--method", "muon,soap", "--lr", "0.01,1e30,0.02", "--schedule=cosine", "--average", "0"]
+
+
+def test_a_grid_is_every_combination_one_after_another(here, capsys, monkeypatch):
+    """Six runs, each as it would be alone; two diverge, are recorded, and the others go on; a table sorted by loss."""
+    assert run(*GRID) == 0
+    out, err = capsys.readouterr()
+    assert err.count("try a smaller --lr") == 2 and "---- run 6 of 6" in out
+    logs = {
+        (config["method"], config["lr"]): rows(folder)
+        for folder in Path("runs").iterdir()
+        for config in [json.loads((folder / "config.json").read_text())["config"]]
+    }
+    assert len(logs) == 6
+    for (method, lr), log in logs.items():
+        assert ("diverged" in log[-1]) == (lr == 1e30)
+        if lr == 0.01:
+            assert (
+                run("--method", method, "--lr", "0.01", "--schedule", "cosine", "--average", "0", "--out", method) == 0
+            )
+            assert without_time(rows(method)) == without_time(log)
+    table = [line.split() for line in out.split("val_loss")[-1].splitlines()[1:]]
+    finals = sorted((log[-1]["val_loss"], method, str(lr)) for (method, lr), log in logs.items() if lr < 1)
+    assert [(f"{loss:.4f}", method, lr) for loss, method, lr in finals] == [(r[0], r[3], r[4]) for r in table[:4]]
+    assert [row[0] for row in table[4:]] == ["diverged"] * 2
+    capsys.readouterr()
+    monkeypatch.setattr(train, "outer_step", None)  # nothing is trained again
+    monkeypatch.setattr(train, "warm_up", None)
+    assert run(*GRID) == 0
+    assert [line.split() for line in capsys.readouterr().out.split("val_loss")[-1].splitlines()[1:]] == table
+
+
+def test_a_grid_in_a_folder_of_its_own_and_stopped_goes_on(here, monkeypatch, capsys):
+    """--out is the folder of the runs' folders; SIGTERM in the second member: the same command finishes the rest."""
+    original, count = data.batch, iter(range(10_000))
+    stop = lambda *place: (next(count) == 2 + 3 * 3 + 4 and os.kill(os.getpid(), signal.SIGTERM)) or original(*place)
+    monkeypatch.setattr(data, "batch", stop)
+    assert run("--method", "muon", "--lr", "0.01,0.02", "--out", "grid") == 143
+    assert "the same command goes on" in capsys.readouterr().err
+    assert run("--method", "muon", "--lr", "0.01,0.02", "--out", "grid") == 0
+    assert len(list(Path("grid").iterdir())) == 2
+    assert run("--method", "muon", "--lr", "0.02", "--out", "alone") == 0
+    (second,) = Path("grid").glob("*lr0.02*")
+    assert_same(everything(second), everything("alone"))
+
+
+def test_a_grid_with_a_bad_member_is_refused_before_anything_runs(here, capsys):
+    before = set(here.rglob("*"))
+    assert run("--method", "muon", "--lr", "0.01,-1") == 2
+    assert "lr is -1.0" in capsys.readouterr().err and set(here.rglob("*")) == before
+    assert run("--method", "muon", "--lr", "0.01,,0.02") == 2
+    assert "--lr is ''" in capsys.readouterr().err
+
+
+def test_a_grid_of_which_all_diverge_is_a_failure(here, capsys):
+    assert run("--method", "adamw", "--lr", "1e30,1e31") == 1
+    assert capsys.readouterr().err.count("try a smaller --lr") == 2
+
+
+@pytest.mark.parametrize(
+    "line, lines",
+    [
+        ("--lr 1,2 --seed 3", ["--lr 1 --seed 3", "--lr 2 --seed 3"]),
+        ("--lr=1,2 --seed 3,4", ["--lr=1 --seed 3", "--lr=1 --seed 4", "--lr=2 --seed 3", "--lr=2 --seed 4"]),
+        ("--out a,b --lr 1,1", ["--out a,b --lr 1"]),
+        ("--out=a,b", ["--out=a,b"]),
+        ("", [""]),
+    ],
+)
+def test_expand(line, lines):
+    assert flags.expand(line.split()) == [line.split() for line in lines]
+
+
+def test_evaluations_are_as_far_apart_as_flags_say(here):
+    """--eval-every 2 of 5 steps: rows 0, 2, 4 and the last, by default they read no more than training does."""
+    assert run("--method", "muon", "--out", "r", "--steps", "5", "--eval-every", "2") == 0
+    assert run("--method", "muon", "--out", "s", "--steps", "5") == 0
+    some, every = rows("r"), {row["step"]: row for row in rows("s")}
+    assert [row["step"] for row in some] == [0, 2, 4, 5] and list(every) == [0, 1, 2, 3, 4, 5]
+    for row in some:
+        assert row["val_loss"] == every[row["step"]]["val_loss"] and row["tokens"] == every[row["step"]]["tokens"]
+    assert_same(everything("r"), everything("s"))
+    line = "--model tiny --method muon --batch 1024 --eval-tokens 65536 --data text.txt".split()
+    assert train.configure(line).values["eval_every"] == 64
+    assert train.configure([*line, "--batch", "131072"]).values["eval_every"] == 1
+
+
+def test_stopped_between_evaluations_it_goes_on_bitwise(here, monkeypatch):
+    original, count = data.batch, iter(range(10_000))
+    assert run("--method", "muon", "--out", "whole", "--steps", "5", "--eval-every", "3") == 0
+    for n in (2 + 3, 2 + 4, 2 + 10):
+        count = iter(range(10_000))
+        stop = lambda *p, n=n, count=count: (next(count) == n and os.kill(os.getpid(), signal.SIGTERM)) or original(*p)
+        monkeypatch.setattr(data, "batch", stop)
+        assert run("--method", "muon", "--out", f"r{n}", "--steps", "5", "--eval-every", "3") == 143
+        monkeypatch.setattr(data, "batch", original)
+        assert run("--method", "muon", "--out", f"r{n}", "--steps", "5", "--eval-every", "3") == 0
+        assert_same(everything(f"r{n}"), everything("whole"))
+        assert without_time(rows(f"r{n}")) == without_time(rows("whole"))
+
+
+def test_a_signal_in_the_warm_up_leaves_no_checkpoint_of_it(here, monkeypatch):
+    """Also where a run of the same grid has just ended: what is saved must be of this run."""
+    original, count = data.batch, iter(range(10_000))
+    stop = lambda *place: (next(count) == 1 and os.kill(os.getpid(), signal.SIGTERM)) or original(*place)
+    monkeypatch.setattr(data, "batch", stop)
+    assert run("--method", "gn", "--out", "r") == 143
+    assert not Path("r/checkpoint.npz").exists()
 
 
 BAD = {
@@ -292,7 +398,7 @@ BAD = {
     "abbreviated flag": (["--stepz", "1"], "unknown flag --stepz"),
     "stray word": (["hello"], "unknown flag hello"),
     "flag without value": (["--lr"], "expected one argument"),
-    "unknown method": (["--method", "sgd"], "method is 'sgd'; valid: gn, adamw, muon"),
+    "unknown method": (["--method", "sgd"], "method is 'sgd'; valid: gn, gn_prox, layerwise_gn, adamw, muon, soap"),
     "unknown model": (["--model", "7b"], "model is '7b'; valid: tiny, 45m, 150m"),
     "unknown tokenizer": (["--tokenizer", "words"], "tokenizer is 'words'; valid: bytes"),
     "unknown corpus": (["--data", "wiki"], "valid: stdlib"),
@@ -305,6 +411,12 @@ BAD = {
     "negative lr": (["--lr", "-0.1"], "lr is -0.1; it must be a positive number"),
     "lr that is no number": (["--lr", "fast"], "--lr is 'fast'; it must be a number"),
     "infinite lr": (["--lr", "inf"], "lr is inf"),
+    "eval every": (["--eval-every", "0"], "eval_every is 0; it must be at least 1"),
+    "objective": (["--method", "layerwise_gn", "--objective", "cubic"], "valid: quadratic, exact"),
+    "inner": (["--inner", "sgd"], "inner is 'sgd'; valid: muon, adamw, cg"),
+    "cg of what is not quadratic": (["--method", "gn_prox", "--inner", "cg"], "valid with this objective: muon, adamw"),
+    "average": (["--average", "1"], "average is 1.0; it must be at least 0 and below 1"),
+    "frequency": (["--method", "soap", "--frequency", "0"], "frequency is 0; it must be at least 1"),
     "no steps": (["--steps", "0"], "steps is 0; it must be at least 1"),
     "half a step": (["--steps", "1.5"], "--steps is '1.5'; it must be a whole number"),
     "tokens": (["--tokens=-5k"], "tokens is -5000"),
@@ -350,7 +462,7 @@ def test_another_run_in_the_folder_is_refused_by_name(here, capsys):
     capsys.readouterr()
     assert run("--method", "adamw", "--out", "r", "--lr", "0.5", "--seed", "3") == 2
     err = capsys.readouterr().err
-    assert "seed 0 -> 3" in err and "lr 0.01 -> 0.5" in err and err.count("\n") == 1
+    assert "seed 0 -> 3" in err and "lr 0.015 -> 0.5" in err and err.count("\n") == 1
     assert_same(everything("r"), before)
 
 
@@ -367,8 +479,16 @@ def test_help_names_every_flag_with_its_meaning(capsys):
     out = capsys.readouterr().out
     assert end.value.code == 0
     for cls in (train.Config, gn.Config, model.Config):
-        for name, (_, _, comment) in flags.fields_of(cls, train.DERIVED if cls is gn.Config else ()).items():
-            assert f"--{name.replace('_', '-')} " in out and comment, name
+        for name in flags.fields_of(cls, train.DERIVED if cls is gn.Config else ()):
+            assert f"--{name.replace('_', '-')} " in out, name
+
+
+@pytest.mark.parametrize("method", list(train.METHODS))
+def test_every_flag_of_every_method_has_a_help(method):
+    """Fields that a Config has from another one keep its comment, unless they have one of their own."""
+    fields = flags.fields_of(train.METHODS[method][1], train.DERIVED)
+    assert all(comment for _, _, comment in fields.values()), fields
+    assert {"lr", "schedule", "warmup", "weight_decay", "average", "clip"} <= set(fields)
 
 
 def test_no_two_configs_share_a_flag():

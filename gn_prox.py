@@ -1,0 +1,44 @@
+"""GN-prox-linear (Algorithm 2): the model is linearized, the loss stays exact.
+
+    L1(θ_t + δ) = ℓ(z + v),     v = J δ            (Section 6.2)
+    ∇L1 = Jᵀ ∇ℓ(z + v)
+
+It is convex in δ as ℓ is in the logits, but not quadratic, so this is no second-order method: what it gains over
+Gauss-Newton is what the loss's higher-order terms are worth. Its gradient differs from Gauss-Newton's by O(|δ|²).
+
+All the rest is gn.py. The defaults differ: the learning rate falls once over the whole run, there is no line search,
+and what is evaluated is the average of the weights over inner steps.
+"""
+
+from dataclasses import dataclass
+
+import jax
+
+import gn
+import model
+from gn import init  # noqa: F401  the same State
+
+
+@dataclass(frozen=True)
+class Config(gn.Config):
+    """Settings of GN-prox-linear: those of Gauss-Newton, with other defaults."""
+
+    schedule: str = "global cosine"  # or global+inner cosine, constant+inner cosine, constant (Section 6.2, Appendix D)
+    inner: str = "muon"  # muon | adamw: inner optimizer (Section 5.1)
+    line_search: int = 0  # step sizes α = 2^(-i/2) tried on a fresh batch; 0 = no line search, α = 1 (Section 6.2)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.inner == "cg":
+            raise ValueError("inner is 'cg', which solves quadratic problems; valid with this objective: muon, adamw")
+
+
+def exact(z, y):
+    """ℓ(z), and L1 as a function of v: v -> ℓ(z + v), u = ∇ℓ(z + v). Shapes and units as in gn.quadratic."""
+    loss = lambda z: model.cross_entropy(z, y)
+    return loss(z), lambda v: jax.value_and_grad(loss)(z + v)
+
+
+def update(state, batches, fresh, config, watch=lambda state: None):
+    """One outer step of Algorithm 2; arguments, State and metrics as gn.update's, inner_loss being L1."""
+    return gn.update(state, batches, fresh, config, watch, exact)
