@@ -64,7 +64,12 @@ def files(corpus):
         if not path.is_file():
             raise ValueError(f"data {corpus}: there is no such file")
         return [path]
-    root = Path(sysconfig.get_path("stdlib"))
+    return library(Path(sysconfig.get_path("stdlib")))
+
+
+@lru_cache(maxsize=1)
+def library(root):
+    """The .py files below the folder of a standard library, in order. Raises ValueError where there are none."""
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     found = [p for p in sorted(root.rglob("*.py")) if skip.isdisjoint(p.relative_to(root).parts)]
     found = [p for p in found if not p.name.startswith("_sysconfigdata")]  # written by the build, not by a person

@@ -88,8 +88,7 @@ def draw_losses(ax, groups, x):
         label = group.name + (f",\nbatch {human(group.batch)}" if len(sizes) > 1 else "")
         curve(ax, group.method, getattr(group, x), group.losses.T, label=label)
     ax.set(xlabel={"steps": "outer steps", "tokens": "tokens read"}[x], ylabel="validation loss (nats a token)")
-    if max(ends) > 5 * min(ends) > 0:
-        ax.set_xscale("log", nonpositive="mask")  # step 0 is not shown
+    ax.set_xscale("log" if max(ends) > 5 * min(ends) > 0 else "linear")  # on a logarithmic axis step 0 is not shown
 
 
 def draw_batches(ax, best, bounds=(), target=None):
@@ -115,7 +114,8 @@ def draw_schedules(ax, groups):
     for group in {(group.schedule, group.warmup, group.inner_warmup): group for group in groups[::-1]}.values():
         t, k = np.divmod(np.arange(group.outer_steps * group.inner_steps), group.inner_steps)
         rate = gn.learning_rate(t, k, group) if group.method in FAMILY else baselines.learning_rate(t, group)
-        label, values = group.schedule.replace("+", "+\n"), np.asarray(rate)[:, None] / group.lr
+        rises = [f"{x.replace('_', ' ')} {vars(group)[x]:g}" for x in ("warmup", "inner_warmup") if vars(group)[x]]
+        label, values = ",\n".join([group.schedule.replace("+", "+\n"), *rises]), np.asarray(rate)[:, None] / group.lr
         curve(ax, group.method, t + k / group.inner_steps, values, label=label, marker="")
     ax.set(xlabel="outer steps", ylabel="learning rate / its peak", ylim=(-0.05, 1.05))
 
@@ -126,8 +126,8 @@ def draw_step_sizes(ax, group):
     bottom = 0.6 * alpha[alpha > 0].min(initial=1)
     for at, y, look in ((alpha > 0, alpha, {}), (alpha == 0, alpha + bottom, dict(label="refused", marker="x"))):
         curve(ax, group.method, step[at], y[at], ls="", markevery=1, **look)
-    ax.set(xlabel="outer steps", ylabel="step size α")
     ax.set_yscale("log", base=2)
+    ax.set(xlabel="outer steps", ylabel="step size α", ylim=(0.8 * bottom, 1.2))
 
 
 def label(ax):

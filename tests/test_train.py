@@ -514,6 +514,21 @@ def test_the_paper_sizes():
     assert r.warmup_batches == round(45_000_000 / 32768)
 
 
+def test_the_readmes_commands_are_valid(capsys):
+    """Each `python train.py ..` line of the README, on a corpus that every machine has: its runs, the paper's sizes."""
+    text = (Path(train.__file__).parent / "README.md").read_text()
+    lines = [line.split("#")[0].split()[2:] for line in text.splitlines() if line.startswith("python train.py")]
+    runs = [
+        [train.configure([*member, "--data", "stdlib", "--tokenizer", "bytes"]) for member in flags.expand(line)]
+        for line in lines
+    ]
+    assert [len(members) for members in runs] == [1, 1, 5, 1, 27]
+    assert runs[0][0].config.target_loss == 3.25 and runs[0][0].settings.line_search == 5
+    assert runs[1][0].settings.inner_steps == 305 and runs[1][0].settings.line_search == 10  # 40m / (128 x 1024)
+    assert [run.config.steps for run in runs[2]] == [2543, 738, 249, 75, 25]  # 3b / batch
+    assert runs[3][0].settings.inner_steps == 1
+
+
 def test_a_failed_save_leaves_the_old_file(tmp_path):
     path = tmp_path / "a.npz"
     checkpoint.save(path, {"x": jnp.arange(3)})
