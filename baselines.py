@@ -45,7 +45,7 @@ class Config:
 class AdamW(Config):
     """Settings of the AdamW baseline."""
 
-    weight_decay: float = 0.001  # decay of every matrix, times lr, per update (Appendix H: 0, 0.001 or 0.01)
+    weight_decay: float = 0.001  # decay of every matrix, times lr, per update (Appendix H: 0 to 0.1)
     b1: float = 0.9  # decay of the first moment, per update (Appendix H)
     b2: float = 0.95  # decay of the second moment, per update (Appendix H: 0.95, 0.99 or 0.999)
 
@@ -71,7 +71,7 @@ class SOAP(Config):
     lr: float = 0.03  # peak learning rate, per update (Appendix H: 0.01, 0.03 or 0.1)
     b1: float = 0.9  # decay of the first moment, per update (Appendix H: 0.7 to 0.95)
     b2: float = 0.9  # decay of the second moment and of Shampoo's factors, per update (Appendix H: 0.7 to 0.95)
-    frequency: int = 1  # updates between two refreshes of the eigenbasis (Appendix H)
+    frequency: int = 1  # updates from one refresh of the eigenbasis to the next (Appendix H: 1)
     largest: int = 10_000  # a side of a matrix longer than this keeps the identity as its basis
 
     def optimizer(self, lr):

@@ -1,7 +1,7 @@
 """What a run keeps on disk, written so that a crash at any moment leaves the old file or the new one, whole.
 
     config.json     the flags, the corpus, the commit, the versions, the device
-    log.jsonl       a row an outer step
+    log.jsonl       a row an evaluation
     checkpoint.npz  the method's whole state, each array in its own dtype
 """
 

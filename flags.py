@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import itertools
 import re
+from pathlib import Path
 
 
 def fields_of(cls, derived=()):
@@ -51,12 +52,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def expand(argv):
-    """The command lines of a grid, one for each combination of values between commas; --out is never split."""
+    """The command lines of a grid, one for each combination of values between commas. No path that exists is split."""
     options = []
     for before, word in zip(["", *argv], argv, strict=False):
         name, equals, text = word.partition("=") if word.startswith("--") else (before, "", word)
         start = name + equals if word.startswith("--") else ""
-        values = [text] if name == "--out" or not text else dict.fromkeys(text.split(","))
+        values = [text] if name == "--out" or Path(text).exists() else dict.fromkeys(text.split(","))
         options.append([start + value for value in values])
     return [list(words) for words in itertools.product(*options)]
 

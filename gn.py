@@ -35,17 +35,17 @@ class Config:
     inner_steps: int  # inner batches in a batch, N
     outer_steps: int  # outer steps of the run
     lr: float = 0.01  # peak learning rate of the inner optimizer, per inner step (Appendix H: 0.001 to 0.1)
-    schedule: str = "constant+inner cosine"  # or constant, global cosine, global+inner cosine (Appendix D)
+    schedule: str = SCHEDULES[0]  # constant+inner cosine | global cosine | global+inner cosine | constant (Appendix D)
     warmup: float = 0.0  # fraction of the run over which the learning rate rises linearly (Appendix H: 0 or 0.2)
-    inner_warmup: float = 0.0  # the same of each outer step's inner steps (Appendix H: 0 or 0.2)
+    inner_warmup: float = 0.0  # the same of each outer step's inner steps (Appendix H: 0.2 with constant+inner cosine)
     inner: str = "muon"  # muon | adamw | cg: inner optimizer (Section 5.1); cg solves (G + damping) δ = -g on the batch
     cg_steps: int = 100  # conjugate gradient steps at most in an outer step, with inner cg
     momentum: float = 0.95  # decay of Muon's momentum or AdamW's first moment, per inner step (Appendix H)
     weight_decay: float = 0.001  # decay of every matrix, times lr, per inner step (Appendix H: 0 or 0.001)
     damping: float = 0.0  # λ of ½ λ |θ - θ_t|² in the inner loss (Appendix H, loss weight decay: 0 to 0.1)
     parameter_weight_decay: float = 0.0  # decay of every matrix of θ_t, per outer step (Appendix H: 0 to 0.1)
-    average: float = None  # decay τ of the weight average, per inner step; default 0.999, or 0 = off with a line search
-    clip: float = 1.0  # largest gradient norm of an optimizer group; 0 = off
+    average: float = None  # weight average's decay τ, per inner step (Appendix H); default 0.999, but 0 if line_search
+    clip: float = 1.0  # largest gradient norm of an optimizer group, per inner step; 0 = off
     line_search: int = 5  # step sizes α = 2^(-i/2) tried on a fresh batch (Appendix D); 0 = no line search, α = 1
     guard: bool = True  # refuse a step when no step size beats θ_t on the fresh batch; false = as the paper
 
@@ -60,7 +60,7 @@ class Config:
 
     @property
     def averages_inner_steps(self):
-        """Whether the average is over θ; with a line search it is over θ_t, which counts as its N inner steps."""
+        """Whether the average is over θ; with a line search or cg it is over θ_t, which counts as its N inner steps."""
         return not self.line_search and self.inner != "cg"
 
     @property
@@ -192,10 +192,10 @@ def move(theta0, theta, alpha):
     return jax.tree.map(lambda a, b: jnp.where(alpha == 0, a, a + alpha * (b - a)), theta0, theta)
 
 
-@partial(jax.jit, static_argnames="config")
-def losses(theta0, theta, alphas, tokens, config):
+@partial(jax.jit, static_argnames="network")
+def losses(theta0, theta, alphas, tokens, network):
     """Loss at θ_t + α (θ - θ_t) for each of alphas [A] on one inner batch: [A]."""
-    return jax.lax.map(lambda alpha: model.loss(config.model, move(theta0, theta, alpha), tokens), alphas)
+    return jax.lax.map(lambda alpha: model.loss(network, move(theta0, theta, alpha), tokens), alphas)
 
 
 def line_search(theta0, theta, fresh, config):
@@ -208,7 +208,7 @@ def line_search(theta0, theta, fresh, config):
         alphas = jnp.concatenate([jnp.zeros(1), alphas])  # θ_t first: argmin takes it unless another is below it
     total = jnp.zeros_like(alphas)
     for k in range(config.inner_steps):
-        part = losses(theta0, theta, alphas, fresh(k), config)
+        part = losses(theta0, theta, alphas, fresh(k), config.model)
         total = jax.block_until_ready(total) + part  # waits for the batch before: never more than one is in flight
     return alphas[jnp.argmin(jnp.where(jnp.isfinite(total), total, jnp.inf))]
 
@@ -217,11 +217,12 @@ def line_search(theta0, theta, fresh, config):
 def finish(state, alpha, config):
     """The state at the next outer step: θ_{t+1} = θ_t + α (θ - θ_t); θ and its momentum stay unless α = 0.
 
-    Parameter weight decay w then shrinks every matrix by 1 - w, of θ too, or the next step would undo it.
+    Parameter weight decay w then shrinks every matrix by 1 - w, of θ too, or the next step would undo it. A step that
+    is refused shrinks nothing.
     """
     fresh = init(state.params, config)
     theta, opt = jax.tree.map(partial(jnp.where, alpha == 0), (fresh.theta, fresh.opt), (state.theta, state.opt))
-    params, keep = move(state.params, state.theta, alpha), 1 - config.parameter_weight_decay
+    params, keep = move(state.params, state.theta, alpha), jnp.where(alpha == 0, 1, 1 - config.parameter_weight_decay)
     shrink = lambda tree: jax.tree.map(lambda a, matrix: keep * a if matrix else a, tree, baselines.is_matrix(tree))
     params, theta = shrink(params), shrink(theta)
     average, tau = state.average, config.average**config.inner_steps
@@ -237,12 +238,12 @@ def update(state, batches, fresh, config, watch=lambda state: None, objective=qu
     token; lr of the first inner step; alpha, 0 where the step was refused.
     """
     N = config.inner_steps
-    if config.inner == "cg":
-        state = solve(state, jnp.stack([batches(k) for k in range(N)]), config, linearized)
-    else:
-        for k in range(int(state.k), N):
+    for k in range(int(state.k), 1 if config.inner == "cg" else N):
+        if config.inner == "cg":
+            state = solve(state, jnp.stack([batches(k) for k in range(N)]), config, linearized)
+        else:
             state = inner_step(state, batches(k), config, objective, linearized)
-            watch(state)
+        watch(state)
     alpha = line_search(state.params, state.theta, fresh, config) if config.line_search else None
     lr = None if config.inner == "cg" else learning_rate(state.t, 0, config)
     metrics = {"train_loss": state.loss / N, "inner_loss": state.inner_loss / N, "lr": lr, "alpha": alpha}

@@ -23,7 +23,7 @@ from gn import init  # noqa: F401  the same State
 class Config(gn.Config):
     """Settings of GN-prox-linear: those of Gauss-Newton, with other defaults."""
 
-    schedule: str = "global cosine"  # or global+inner cosine, constant+inner cosine, constant (Section 6.2, Appendix D)
+    schedule: str = gn.SCHEDULES[1]  # Section 6.2; also constant+inner cosine, global+inner cosine, constant
     inner: str = "muon"  # muon | adamw: inner optimizer (Section 5.1)
     line_search: int = 0  # step sizes α = 2^(-i/2) tried on a fresh batch; 0 = no line search, α = 1 (Section 6.2)
 

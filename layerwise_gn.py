@@ -1,14 +1,16 @@
 """Layerwise Gauss-Newton (Section 6.3): each layer is linearized alone, so G loses its blocks between layers.
 
     L2(θ_t + δ) = ℓ(z) + Σ_l (g·v_l + ½ v_l·H v_l),     v_l = J_l δ_l,    J_l: the columns of J of layer l
-    ∇_l L2 = J_lᵀ(g + H v_l),     all together:     ∇L2 = g + blockdiag(G) δ
+    ∇_l L2 = J_lᵀ(g + H v_l),     all together:     ∇L2 = ∇L(θ_t) + blockdiag(G) δ
 
 The layers are the embedding, each block (the final norm with the last), and the head. They share one forward pass.
 The change that δ_l makes is a stream of its own: it starts at layer l and is pushed up to the logits, and its cotangent
-is pulled back as far as layer l, no further. A layer that a stream only passes costs it one product a weight and token
-each way, where the layer's own δ costs two, so that all layers cost about half of as many products with the full G.
+is pulled back as far as layer l, no further. A stream costs a layer that it only passes one product a weight and token
+each way; the layer's own costs two. At 12 blocks that is 3.6 gradients of gn.py in all, where each layer alone with the
+full model would make it 14.
 
-All the rest is gn.py: Muon treats each matrix for itself, so there is one inner iterate and one optimizer.
+All the rest is gn.py. Muon and Adam treat each array for itself, so one inner iterate and one optimizer serve all
+layers; only clipping, which is by the norm of an optimizer group, looks across them.
 """
 
 from dataclasses import dataclass

@@ -2,9 +2,9 @@
 
 Loss against steps and tokens (Figure 1); final loss, and steps to a target loss, against batch (Figures 2 and 5);
 Gauss-Newton against its two variants (Figure 3); learning rates and line search step sizes (Appendix D).
-Runs that differ in their seed only are a group: its mean, and a band from smallest to largest, at the steps that all
-of them have. Of each method and batch the group with the smallest mean final loss is shown, never one that diverged.
-Where batch is not an axis, it is the largest of those that most methods have, or else the largest that a method has.
+Runs that differ in their seed only are a group: its mean, and a band from smallest to largest, at the steps all have.
+Of each method and batch the group with the smallest mean final loss is shown, an unfinished one for want of others,
+never one that diverged. Where batch is not an axis, it is the largest that most methods have, else a method's largest.
 """
 
 import json
@@ -38,29 +38,32 @@ rcParams.update({"font.size": 8, "axes.spines.top": False, "axes.spines.right": 
 def gather(folders):
     """{(method, batch): the group with the smallest final loss}, batches ascending. Raises ValueError.
 
-    A group: flags of its runs; steps that all R have, tokens read by then, [S]; losses, alphas, [R, S]; final loss.
+    A group: flags of its R runs; logs; steps that all have, tokens by then, [S]; losses, alphas, [R, S]; finals, [R].
     """
-    groups, best, first = defaultdict(list), {}, {}
+    groups, best, first = defaultdict(dict), {}, {}
     for folder in map(Path, folders):
         try:
             run = {"warmup": 0.0, "inner_warmup": 0.0} | json.loads((folder / "config.json").read_text())["config"]
             inner_steps = max(1, round(run["batch"] / (run["inner_batch"] * run["context"])))
             run |= {"inner_steps": inner_steps, "outer_steps": int(run["steps"]), "name": METHODS[run["method"]][0]}
-            run |= {"data": run.get("corpus", run["data"]), "seed": None, "out": None}  # the text by its hash, if known
-            rows = [[row[x] for x in ("step", "tokens", "val_loss", "alpha")] for row in checkpoint.read_log(folder)]
-            groups[json.dumps(run, sort_keys=True)] += [np.array(rows, float)] if rows else []  # null becomes NaN
+            run |= {"data": run.get("corpus", run["data"]), "out": None}  # the text by its hash, if known
+            seed, pick = run["seed"], lambda row: [row["step"], *map(row.get, ("tokens", "val_loss", "alpha"))]
+            if rows := [pick(row) for row in checkpoint.read_log(folder)]:  # null becomes NaN
+                groups[json.dumps(run | {"seed": None}, sort_keys=True)][seed] = np.array(rows, float)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
             raise ValueError(f"{folder} is not a run that can be read: {error!r}") from None
         first = first or run
         if differ := [name for name in SAME.split() if run.get(name) != first.get(name)]:
             raise ValueError(f"{folder} and {folders[0]} cannot be compared: they differ in {', '.join(differ)}")
-    for text, logs in groups.items():
-        if logs and np.isfinite(np.concatenate(logs)[:, 2]).all():  # none of them diverged
-            run, common = json.loads(text), [*set.intersection(*(set(rows[:, 0]) for rows in logs))]
+    for text, seeds in groups.items():
+        run, logs, last = json.loads(text), [*seeds.values()], np.array([rows[-1] for rows in seeds.values()])
+        if np.isfinite(np.concatenate(logs)[:, 2]).all():  # none of them diverged
+            common = [*set.intersection(*(set(rows[:, 0]) for rows in logs))]
             steps, tokens, losses, alphas = np.stack([rows[np.isin(rows[:, 0], common)].T for rows in logs], 1)
-            run |= dict(steps=steps[0], tokens=tokens[0], losses=losses, alphas=alphas, final=losses[:, -1].mean())
-            group, key = SimpleNamespace(**run), (run["method"], run["batch"])
-            best[key] = min(best.get(key, group), group, key=lambda group: group.final)
+            run |= dict(logs=logs, steps=steps[0], tokens=tokens[0], losses=losses, alphas=alphas, finals=last[:, 2])
+            done = (last[:, 0] >= run["outer_steps"]) | (last[:, 2] <= (run.get("target_loss") or 0))
+            group, key = SimpleNamespace(**run, rank=(not done.any(), last[:, 2].mean())), (run["method"], run["batch"])
+            best[key] = min(best.get(key, group), group, key=lambda group: group.rank)
     if not best:
         raise ValueError("none of these runs has a loss to show")
     return {(m, b): best[m, b] for m in METHODS for b in sorted(b for method, b in best if method == m)}
@@ -74,8 +77,8 @@ def human(number, _=None):
 
 def curve(ax, method, x, values, **changes):
     """Draws the mean of values, an array over runs for each x, and the band from smallest to largest."""
-    look = dict(zip(("label", "color", "ls", "marker"), METHODS[method], strict=True)) | changes
     if len(x):
+        look = dict(zip(("label", "color", "ls", "marker"), METHODS[method], strict=True)) | changes
         mean, low, high = np.transpose([(v.mean(), v.min(), v.max()) for v in values])
         ax.plot(x, mean, **{"markevery": 0.12 if len(x) > 8 else 1, "lw": 1.2, "ms": 3.5} | look)
         ax.fill_between(x, low, high, fc=look["color"], alpha=0.2, lw=0, visible=bool((low < high).any()))
@@ -92,17 +95,19 @@ def draw_losses(ax, groups, x):
 
 
 def draw_batches(ax, best, bounds=(), target=None):
-    """Final loss, or the first step whose mean loss is at or below target, against batch. Raises ValueError."""
-    value = lambda g: g.losses[:, -1] if target is None else g.steps[(g.losses.mean(0) <= target) & (g.steps > 0)][:1]
+    """Final loss, or the first step whose loss is at or below target where all seeds have one, against batch."""
+    first = lambda rows: min(rows[(rows[:, 2] <= target) & (rows[:, 0] > 0), 0], default=np.inf)
+    value = lambda group: group.finals if target is None else np.array([first(rows) for rows in group.logs])
     for method in dict.fromkeys(method for method, _ in best):
-        points = {batch: value(group) for (m, batch), group in best.items() if m == method and len(value(group))}
+        points = {batch: value(group) for (m, batch), group in best.items() if m == method}
+        points = {batch: values for batch, values in points.items() if np.isfinite(values).all()}
         curve(ax, method, [*points], [*points.values()])
     if not ax.lines:
         raise ValueError(f"no run takes a step to come to the target loss {target}")
     ends = np.array([f(batch for _, batch in best) for f in (min, max)])
     ax.set(xlabel="batch (tokens)", ylabel="final validation loss (nats a token)", xscale="log")
     for group in bounds:
-        ax.plot(ends, [group.final] * 2, ":", color="grey", label="Muon at the\ninner batch")
+        ax.plot(ends, [group.finals.mean()] * 2, ":", color="grey", label="Muon at the\ninner batch")
     if target is not None:  # dotted: steps as 1 / batch, from the group that came there with the fewest tokens
         fewest = min((line.get_xdata() * line.get_ydata()).min() for line in ax.lines)
         ax.plot(np.minimum(ends, fewest), np.maximum(fewest / ends, 1), ":", color="grey", label="optimal scaling")
@@ -121,7 +126,7 @@ def draw_schedules(ax, groups):
 
 
 def draw_step_sizes(ax, group):
-    """Every α that the line search chose, in every run; crosses at the bottom are steps that it refused."""
+    """The α that the line search chose, in every run's log; crosses at the bottom are steps that it refused."""
     step, alpha = np.repeat(group.steps, len(group.alphas)), group.alphas.T.ravel()
     bottom = 0.6 * alpha[alpha > 0].min(initial=1)
     for at, y, look in ((alpha > 0, alpha, {}), (alpha == 0, alpha + bottom, dict(label="refused", marker="x"))):
@@ -158,13 +163,14 @@ def draw(best, target=None):
     shown = {method: best.get((method, shared), group) for (method, _), group in best.items()}
     panels = {"loss": [(draw_losses, [*shown.values()], x) for x in ("steps", "tokens")], "methods": []}
     if len({*batches}) > 1:
-        bounds = [best.pop(key) for key in [*best] if key[0] == "muon" and best[key].inner_steps == 1]
-        finals = [min(g.final for (m, _), g in best.items() if m == method) for method, _ in best]
-        panels["batch"] = [(draw_batches, best, bounds), (draw_batches, best, [], target or max(finals))]
+        inner = {g.inner_batch * g.context for g in best.values() if g.method in FAMILY}
+        bounds = [best.pop(key) for key in [*best] if key[0] == "muon" and key[1] in inner]  # Section 5
+        reached = [min(g.finals.max() for (m, _), g in best.items() if m == method) for method, _ in best]
+        panels["batch"] = [(draw_batches, best, bounds), (draw_batches, best, [], target or max(reached))]
     for pair in [("gn", other) for other in ("layerwise_gn", "gn_prox") if {"gn", other} <= {*shown}]:
         ours = {key: group for key, group in best.items() if key[0] in pair}
-        alone = len({batch for _, batch in ours}) == 1
-        panels["methods"] += [(draw_losses, [shown[m] for m in pair], "steps") if alone else (draw_batches, ours)]
+        many = len({batch for _, batch in ours}) > 1
+        panels["methods"] += [(draw_batches, ours) if many else (draw_losses, [shown[m] for m in pair], "steps")]
     families = [[shown[m] for m in shown if (m in FAMILY) == ours] for ours in (True, False)]
     panels["schedules"] = [(draw_schedules, groups) for groups in families if groups]
     panels["step_sizes"] = [(draw_step_sizes, g) for g in shown.values() if np.isfinite(g.alphas).any()]

@@ -36,7 +36,7 @@ def summary(run, rows):
     loss, bits, tokens, search = (last[name] for name in ("val_loss", "val_bpb", "tokens", "tokens_line_search"))
     print(f"validation loss {loss:.4f}, {bits:.4f} bits a byte, after {last['step']} outer steps")
     print(f"{tokens:,} tokens, {search:,} of them for line search; {seconds:.0f} s, evaluation not included")
-    refused = sum(row["alpha"] == 0 for row in rows)
+    refused = sum(row["refused"] or 0 for row in rows)
     if refused:
         print(f"{refused} steps were refused, as no step size lowered the loss: try a smaller --lr")
     if run.config.target_loss:
@@ -54,7 +54,8 @@ def reached(run, rows):
 
 def grid(runs, results):
     """The runs of a grid by their last validation loss, with the flags in which they differ; results: rows, or None."""
-    differ = [name for name in runs[0].values if name != "out" and len({run.values.get(name) for run in runs}) > 1]
+    names = dict.fromkeys(name for run in runs for name in run.values if name != "out")
+    differ = [name for name in names if len({run.values.get(name) for run in runs}) > 1]
     last = lambda rows: rows[-1]["val_loss"] if rows else float("inf")
     end = lambda row: [f"{row['val_loss']:.4f}", str(row["step"]), f"{row['tokens']:,}"]
     table = [["val_loss", "step", "tokens", *differ, "folder"]]

@@ -47,7 +47,7 @@ class Config:
     tokenizer: str = None  # bytes; gpt2 is to come
     batch: int = None  # tokens in a batch, i.e. an outer step, line search not included (Appendix H: 400k to 120m)
     tokens: int = None  # tokens of the run, warm-up and line search not included; default 20 a parameter (Section 5)
-    steps: int = None  # outer steps; default tokens / batch
+    steps: int = None  # outer steps; else tokens / batch
     inner_batch: int = None  # sequences in an inner batch, b_inner (Section 5: 32 at 45m, 128 at 150m)
     eval_tokens: int = None  # held-out tokens that an evaluation reads, at most
     eval_every: int = None  # outer steps between two evaluations and saves; default: as many as read --eval-tokens
@@ -55,7 +55,7 @@ class Config:
     warmup_fraction: float = 0.05  # tokens of the AdamW warm-up, over --tokens (Section 5)
     warmup_lr: float = 0.002  # peak learning rate of the warm-up, after a linear rise over its first tenth
     seed: int = 0  # of the parameters and of the order of the data
-    out: str = None  # folder of the run; default runs/ and a name made of the settings
+    out: str = None  # folder of the run, or of a grid's runs; default: runs/ and a name made of the settings
 
     def __post_init__(self):
         given = {name: value for name, value in vars(self).items() if value is not None}
@@ -123,10 +123,12 @@ def parse(argv):
     preset = flags.peek(argv, "model", Config.model, model.PRESETS)
     fields = flags.fields_of(Config) | flags.fields_of(METHODS[method][1], DERIVED) | flags.fields_of(model.Config)
     values = {name: default for name, (_, default, _) in fields.items()} | dataclasses.asdict(model.PRESETS[preset])
-    values |= {**DEFAULTS[preset], **TUNED.get((preset, method), {}), "vocab_size": 0}
-    given = flags.parse(argv, fields, values, __doc__.split("\n")[0])
+    values |= {**DEFAULTS[preset], **(tuned := TUNED.get((preset, method), {})), "vocab_size": 0}
+    given = flags.parse(argv, fields, values, __doc__)
     if "tokens" in given:
         values["steps"] = None
+    if {"schedule", "line_search"} & given.keys():  # what goes with the tuned ones goes with them
+        values |= {name: fields[name][1] for name in ("warmup", "average") if name in tuned}
     return values | given
 
 
@@ -269,7 +271,7 @@ def log_row(run, live, params, t, metrics):
     tokens = (run.warmup_batches + t * run.step_batches) * run.inner_tokens
     row = {"step": t, "tokens": tokens, "tokens_line_search": t * run.settings.fresh_batches * run.inner_tokens}
     row |= {"train_loss": metrics.get("train_loss"), "val_loss": value, "val_bpb": bits}
-    row |= {name: metrics.get(name) for name in ("lr", "alpha", "inner_loss", "seconds")}
+    row |= {name: metrics.get(name) for name in ("lr", "alpha", "inner_loss", "seconds", "refused")}
     row = {name: float(x) if isinstance(x, jax.Array) else x for name, x in row.items()}
     return {name: x if x is None or math.isfinite(x) else None for name, x in row.items()}
 
@@ -277,8 +279,7 @@ def log_row(run, live, params, t, metrics):
 def train(run, state, rows, live):
     """From state, or the warm-up where it is None, to the last outer step or the target loss; the log's rows.
 
-    Raises Stop where a signal came, after saving the newest state, and FloatingPointError where a loss is not finite,
-    after logging that.
+    Raises Stop where a signal came, having saved the newest state; FloatingPointError where a loss is not finite.
     """
     config, folder, metrics = run.config, Path(run.config.out), {}
     live.training, live.state, t = True, None, 0
@@ -302,7 +303,7 @@ def train(run, state, rows, live):
                 if t == config.steps or (config.target_loss and rows[-1]["val_loss"] <= config.target_loss):
                     return rows
                 state, new = outer_step(run, state, t, live)
-                metrics = new | {"seconds": new["seconds"] + metrics.get("seconds", 0)}
+                metrics = new | {name: new[name] + metrics.get(name, 0) for name in ("seconds", "refused")}
     except Stop:
         if live.state is not None:
             checkpoint.save(folder / "checkpoint.npz", live.state)
@@ -321,7 +322,7 @@ def outer_step(run, state, t, live):
     with live.bar(f"step {t + 1}", run.step_batches):
         state, metrics = run.method.update(state, batches, fresh, run.settings, live.watch)
         jax.block_until_ready(state)
-    return state, metrics | {"seconds": time.perf_counter() - start}
+    return state, metrics | {"seconds": time.perf_counter() - start, "refused": int(metrics.get("alpha") == 0)}
 
 
 def resume(run):
@@ -343,7 +344,7 @@ def resume(run):
 
 
 def execute(run, corpus, live):
-    """Starts a run or goes on with it, to its end; the log's rows."""
+    """Starts a run or goes on with it; the rows of its log at the end."""
     (live.run, live.corpus), (state, rows) = (run, corpus), resume(run)
     checkpoint.open_folder(run.config.out, run.values | {"out": None, "corpus": corpus.meta["sha256"]})
     report.opening(run, corpus)
@@ -353,7 +354,7 @@ def execute(run, corpus, live):
 
 
 def execute_all(runs, corpora, live):
-    """The runs one after another, and their table; those that diverge are said and left. Whether any did not."""
+    """The runs one after another, and their table; of those that diverge that is said. True if not all did."""
     results = []
     for i, (run, corpus) in enumerate(zip(runs, corpora, strict=True)):
         if len(runs) > 1:
@@ -370,13 +371,13 @@ def execute_all(runs, corpora, live):
 
 def main(argv=None):
     """Runs the command line. Status, with one line said: 0; 2 bad input; 1 a failure; 128 + a signal that ended it."""
-    live, handlers = Live(None), {}
+    live, handlers, runs = Live(None), {}, []
     try:
         handlers = {number: signal.signal(number, live.caught) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             lines = flags.expand(sys.argv[1:] if argv is None else argv)
             home = flags.peek(lines[0], "out", "runs") if len(lines) > 1 else None
-            runs = [configure(line, home) for line in lines]
+            runs = list({run.values["out"]: run for run in (configure(line, home) for line in lines)}.values())
             for run in runs:
                 checkpoint.check_folder(run.config.out, run.values | {"out": None})
             corpora = [data.prepare(run.config.data, run.tokenizer, run.settings.model.context) for run in runs]
@@ -388,7 +389,7 @@ def main(argv=None):
         print(f"train.py: {error}", file=sys.stderr)
         return 1
     except Stop:
-        kept = live.run and (Path(live.run.config.out) / "checkpoint.npz").exists()
+        kept = any((Path(run.config.out) / "checkpoint.npz").exists() for run in runs)
         print("stopped;", "the same command goes on from here" if kept else "nothing to save yet", file=sys.stderr)
         return 128 + live.signal
     finally:

@@ -1,5 +1,7 @@
 """AdamW against a loop in NumPy, Muon against its definition, accumulation, schedules, the weight average."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,6 +110,59 @@ def test_muon_orthogonalizes_each_layers_matrix_and_scales_it_by_its_shape(float
     assert shapes == {(8, 8), (8, 4), (8, 32), (32, 8)}
 
 
+def test_muons_momentum_is_nesterovs(float64):
+    """Three updates: m <- b m + g, then NS(b m + g) (a scale before NS does not matter); b is the config's."""
+    params = {**random_params(TOY)}
+    optimizer = config_of(baselines.Muon, momentum=0.7, clip=0.0, weight_decay=0.0).optimizer(0.5)
+    state, m = optimizer.init(params), 0.0
+    for n in range(3):
+        rng = np.random.default_rng(n)
+        grad = jax.tree.map(lambda a, rng=rng: jnp.asarray(rng.normal(size=a.shape)), params)
+        step, state = optimizer.update(grad, state, params)
+        g = np.asarray(grad["blocks"]["w_up"][1])
+        m = 0.7 * m + 0.3 * g
+        ahead = 0.7 * m / (1 - 0.7 ** (n + 2)) + 0.3 * g / (
+            1 - 0.7 ** (n + 1)
+        )  # both without their bias, as optax has them
+        expected = -0.5 * (12 / 8) ** 0.5 * newton_schulz(ahead)
+        np.testing.assert_allclose(step["blocks"]["w_up"][1], expected, rtol=1e-5, atol=1e-8)
+
+
+def test_muons_other_group_is_adam(float64):
+    """Embedding, head and norms: Adam (0.9, 0.999) at the same lr, over two updates."""
+    params = random_params(TOY)
+    optimizer = config_of(baselines.Muon, clip=0.0).optimizer(0.5)
+    state, m, v = optimizer.init(params), 0.0, 0.0
+    for n in (1, 2):
+        grad = jax.tree.map(lambda a, n=n: jnp.full_like(a, n - 3.0), params)
+        step, state = optimizer.update(grad, state, params)
+        m, v = 0.9 * m + 0.1 * (n - 3.0), 0.999 * v + 0.001 * (n - 3.0) ** 2
+        expected = -0.5 * m / (1 - 0.9**n) / np.sqrt(v / (1 - 0.999**n))
+        for name in ("embedding", "head", "final_norm"):
+            np.testing.assert_allclose(step[name], expected, rtol=1e-6)
+
+
+def test_soaps_settings_arrive():
+    """config.optimizer is soap(...) of each field in its place: the same updates, and others where one is changed."""
+    params = random_params(TOY)
+    grads = [jax.tree.map(lambda a, n=n: jax.random.normal(jax.random.key(n), a.shape), params) for n in range(4)]
+
+    @partial(jax.jit, static_argnums=0)
+    def last(make):
+        optimizer = make()
+        state = optimizer.init(params)
+        for grad in grads:
+            step, state = optimizer.update(grad, state, params)
+        return step
+
+    given = dict(lr=0.1, b1=0.6, b2=0.8, weight_decay=0.2, clip=0.5, frequency=2, largest=9)
+    ours = last(lambda: config_of(baselines.SOAP, **given).optimizer(0.1))
+    assert_same(ours, last(lambda: baselines.soap(0.1, 0.6, 0.8, 0.2, 0.5, 2, 9)))
+    for name, value in dict(b1=0.7, b2=0.7, weight_decay=0.1, clip=0.4, frequency=1, largest=100).items():
+        changed = last(lambda name=name, value=value: config_of(baselines.SOAP, **given | {name: value}).optimizer(0.1))
+        assert not np.allclose(ours["blocks"]["w_up"], changed["blocks"]["w_up"]) or name == "clip", name
+
+
 @pytest.mark.parametrize("cls", ALL)
 def test_clip_zero_is_off(cls, float64):
     """clip 0 leaves gradients as they are, the same as a limit that is never reached, and does not zero the update."""
@@ -201,3 +256,9 @@ def test_same_batches_twice_and_stopped_in_between_are_bitwise_the_same(cls):
 def test_bad_settings_are_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         config_of(baselines.AdamW, **bad)
+
+
+@pytest.mark.parametrize("name", ["frequency", "largest"])
+def test_soaps_bad_settings_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name} is 0; it must be at least 1"):
+        config_of(baselines.SOAP, **{name: 0})

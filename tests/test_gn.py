@@ -20,6 +20,8 @@ from jax.flatten_util import ravel_pytree
 
 import baselines
 import gn
+import gn_prox
+import layerwise_gn
 import model
 
 GRID = [2 ** (-i / 2) for i in range(5)]  # the step sizes of Appendix D
@@ -136,7 +138,7 @@ def test_no_array_holds_the_logits_of_a_batch(what):
     params, tokens = random_params(network), random_tokens(network, 16)
     compute = {
         "gn": lambda p: gn.inner_step(gn.init(p, config_of(network)), tokens, config_of(network)),
-        "line search": lambda p: gn.losses(p, p, jnp.ones(2), tokens, config_of(network)),
+        "line search": lambda p: gn.losses(p, p, jnp.ones(2), tokens, network),
         "baseline": lambda p: model.value_and_grad(network, p, tokens),
     }[what]
     largest = max(sizes(jax.make_jaxpr(compute)(params).jaxpr))
@@ -241,7 +243,7 @@ def test_guard_refuses_what_does_not_lower_the_loss(float64):
     assert search(uphill, dataclasses.replace(config, guard=False), params) == 0.25
     for theta in (uphill, broken):
         state = gn.inner_step(gn.init(params, config), batches(0), config)._replace(theta=theta)
-        state = gn.finish(state, jnp.zeros(()), config)
+        state = gn.finish(state, jnp.zeros(()), dataclasses.replace(config, parameter_weight_decay=0.1))
         assert_same(state, gn.init(params, config)._replace(t=jnp.ones((), jnp.int32)))
 
 
@@ -340,6 +342,14 @@ def test_with_line_search_the_average_is_over_outer_steps(float64, tau):
     assert (state.average is None) == (tau == 0)
 
 
+def test_with_cg_the_average_is_over_outer_steps_too(float64):
+    """Without a line search as well, as there are no inner steps: τ^N θ_0 + (1 - τ^N) θ_1; by default there is none."""
+    config, params = config_of(TOY, inner="cg", cg_steps=3, damping=1.0, line_search=0, average=0.6), random_params(TOY)
+    assert dataclasses.replace(config, average=None).average == 0
+    state, _ = gn.update(gn.init(params, config), many(TOY)[0], None, config)
+    close(state.average, jax.tree.map(lambda a, b: 0.36 * a + 0.64 * b, params, state.params), 1e-12)
+
+
 def test_parameter_weight_decay_shrinks_matrices_once_an_outer_step(float64):
     """θ_{t+1} is (1 - w) times what it would be, on matrices; so is θ, else the next step would undo it; norms stay."""
     params = random_params(TOY)
@@ -355,16 +365,38 @@ def test_parameter_weight_decay_shrinks_matrices_once_an_outer_step(float64):
         assert_same(a["final_norm"], b["final_norm"])
 
 
-def test_inner_adamw_is_adam_on_the_quadratic(float64):
-    """--inner adamw: the first step of every parameter is -lr sign(gradient), of matrices with the decay besides."""
-    params, tokens = random_params(TOY), random_tokens(TOY, 2)
-    config = config_of(TOY, inner="adamw", lr=0.01, weight_decay=0.5, schedule="constant")
-    grad = GRAD(params, jax.tree.map(jnp.zeros_like, params), tokens)[1]
-    state = gn.inner_step(gn.init(params, config), tokens, config)
-    decayed = baselines.is_matrix(params)
-    step = jax.tree.map(lambda a, g, w: a - 0.01 * (jnp.sign(g) + 0.5 * a * w), params, grad, decayed)
-    big = jax.tree.map(lambda g: abs(g) > 1e-3, grad)  # where the ε of Adam does not count
-    jax.tree.map(lambda a, b, m: np.testing.assert_allclose(a[m], b[m], atol=1e-6), state.theta, step, big)
+HAND = {
+    "gn": (gn, gn.Config, gn.quadratic, gn.linearized),
+    "gn_prox": (gn_prox, gn_prox.Config, gn_prox.exact, gn.linearized),
+    "layerwise_gn": (layerwise_gn, layerwise_gn.Config, gn.quadratic, layerwise_gn.linearized),
+    "layerwise_gn exact": (layerwise_gn, layerwise_gn.Config, gn_prox.exact, layerwise_gn.linearized),
+}
+
+
+@pytest.mark.parametrize("name, inner", [("gn", "adamw"), *((name, "muon") for name in HAND)])
+def test_update_is_the_loop_written_out(float64, name, inner):
+    """Two outer steps of each method, by hand: its gradient at θ, lr(t, k), its optimizer, every setting changed."""
+    method, cls, objective, linearized = HAND[name]
+    exact = {"objective": "exact"} if "exact" in name else {}
+    common = dict(lr=0.05, schedule="global+inner cosine", momentum=0.8, weight_decay=0.3, clip=0.2, inner=inner)
+    config = cls(TOY, 2, 2, line_search=0, average=0.0, **common, **exact)
+    params, (batches, _) = random_params(TOY), many(TOY)
+    state, theta0, theta = method.init(params, config), params, params
+    muon = lambda lr: baselines.muon(lr, 0.8, 0.3, 0.2)
+    adamw = lambda lr: baselines.adamw(lr, 0.8, 0.999, 0.3, 0.2)
+    by_hand = muon if inner == "muon" else adamw
+    opt = by_hand(0.0).init(params)
+    at = jax.jit(lambda p, d, t: gn.value_and_grad(objective, linearized, p, d, t, config))
+    for t in range(2):
+        state, metrics = method.update(state, batches, None, config)
+        for k in range(2):
+            _, grad = at(theta0, jax.tree.map(jnp.subtract, theta, theta0), batches(k))
+            lr = 0.05 * half((2 * t + k) / 4) * half(k / 2)
+            step, opt = by_hand(lr).update(grad, opt, theta)
+            theta = jax.tree.map(jnp.add, theta, step)
+        theta0 = theta
+        close(state.params, theta, 1e-6)
+        assert math.isclose(metrics["lr"], 0.05 * half(t / 2), rel_tol=1e-6)
 
 
 @pytest.mark.parametrize(

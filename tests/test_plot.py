@@ -24,8 +24,8 @@ def make_run(path, method="gn", batch=4096, speed=0.5, seed=0, steps=8, every=1,
     rows = [{"step": t, "tokens": 1000 + t * batch, "val_loss": loss, "alpha": None} for t, loss in losses.items()]
     for row in rows[1:]:
         row["alpha"] = [1.0, 0.5, 0.0][row["step"] % 3] if ALL[method] else None
-    if diverge:
-        rows[-1]["val_loss"] = None
+    if diverge:  # as train.py records it
+        rows[-1] = {"step": steps, "val_loss": None, "diverged": "the loss is nan"}
     (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(folder), [*losses.values()]
 
@@ -37,6 +37,35 @@ def curves(ax):
 
 def figures(*folders, target=None):
     return plot.draw(plot.gather([folder for folder, _ in folders]), target)
+
+
+def test_steps_to_the_target_are_each_seeds_own(tmp_path):
+    """Runs that --target-loss ended at different steps: the mean of their steps, not where their mean loss is."""
+    runs = [make_run(tmp_path, batch=batch, steps=20, seed=seed) for batch in (4096, 8192) for seed in (0, 1)]
+    firsts = []
+    for folder, losses in runs[:2]:
+        log = (tmp_path / folder / "log.jsonl").read_text().splitlines(keepends=True)
+        firsts.append(next(t for t, loss in enumerate(losses) if loss <= 3.0))
+        (tmp_path / folder / "log.jsonl").write_text("".join(log[: firsts[-1] + 1]))
+    assert firsts[0] < firsts[1]
+    x, y = curves(figures(*runs, target=3.0)["batch"].axes[1])["Gauss-Newton"]
+    assert x[0] == 4096 and y[0] == np.mean(firsts)
+
+
+def test_muon_at_the_inner_batch_is_so_by_its_batch(tmp_path):
+    """A large-batch Muon run with one large inner batch is a point of Muon's curve, not the bound of Section 5."""
+    runs = [make_run(tmp_path, "gn", batch) for batch in (4096, 8192)]
+    runs += [make_run(tmp_path, "muon", batch, inner_batch=batch // 128) for batch in (1024, 4096, 8192)]
+    drawn = curves(figures(*runs)["batch"].axes[0])
+    assert list(drawn["Muon"][0]) == [4096, 8192] and "Muon at the\ninner batch" in drawn
+
+
+def test_an_unfinished_run_is_shown_for_want_of_others_only(tmp_path):
+    done, better = make_run(tmp_path, speed=0.4), make_run(tmp_path, speed=0.9, steps=8)
+    path = tmp_path / better[0] / "log.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:8]))
+    for runs, losses in ([done, better], done[1]), ([better], better[1][:8]):
+        np.testing.assert_allclose(curves(figures(*runs)["loss"].axes[0])["Gauss-Newton"][1], losses)
 
 
 SETS = [(["gn"], [4096], "loss schedules step_sizes"), (["adamw", "muon"], [4096], "loss schedules")]

@@ -271,6 +271,7 @@ def test_a_diverging_run_ends_with_its_last_good_checkpoint_and_says_so_ever_aft
     assert all(np.isfinite(a).all() for name, a in everything("r").items() if name.startswith(".params"))
     *good, last = rows("r")
     assert all(np.isfinite(row["val_loss"]) for row in good) and last["val_loss"] is None and last["diverged"] in first
+    assert last["step"] == good[-1]["step"] + 1
     monkeypatch.setattr(train, "train", None)
     assert run("--method", "adamw", "--out", "r", "--lr", "1e30", "--steps", "9") == 1
     assert last["diverged"] in capsys.readouterr().err
@@ -377,8 +378,74 @@ def test_stopped_between_evaluations_it_goes_on_bitwise(here, monkeypatch):
         assert without_time(rows(f"r{n}")) == without_time(rows("whole"))
 
 
+def test_a_signal_after_a_member_diverged_does_not_save_that_member_for_the_next(here, monkeypatch):
+    """SIGTERM in the warm-up of the second member of a grid, the first having diverged inside its steps."""
+    original, count = data.batch, iter(range(10_000))
+    stop = lambda *place: (
+        (place[3] == 1 and next(count) == 1 and os.kill(os.getpid(), signal.SIGTERM)) or original(*place)
+    )
+    monkeypatch.setattr(data, "batch", stop)
+    assert run("--method", "muon", "--lr", "1e30", "--seed", "0,1", "--out", "grid") == 143
+    (second,) = Path("grid").glob("*seed1*")
+    assert not (second / "checkpoint.npz").exists()
+    assert run("--method", "muon", "--lr", "0.01", "--seed", "1", "--out", "r") == 0
+
+
+@pytest.mark.parametrize("every", ["1", "4"])
+def test_refused_steps_are_counted_between_evaluations_too(here, capsys, every):
+    """At this lr the line search refuses steps; the summary says how many, whatever --eval-every is."""
+    assert run("--method", "gn", "--out", "r", "--steps", "8", "--lr", "3", "--eval-every", every) == 0
+    refused = sum(row["refused"] or 0 for row in rows("r"))
+    assert f"{refused} steps were refused" in capsys.readouterr().out and refused > 1
+    if every == "1":
+        assert refused == sum(row["alpha"] == 0 for row in rows("r"))
+
+
+def test_conjugate_gradients_are_not_lost_to_a_signal(here, monkeypatch):
+    """Killed in the evaluation after its third step, the first one: the third solve is in the checkpoint."""
+    cg = ["--method", "gn", "--inner", "cg", "--steps", "3", "--eval-every", "3", "--cg-steps", "3", "--damping", "1"]
+    assert run(*cg, "--out", "whole") == 0
+    original, count = train.evaluate, iter(range(9))
+    with monkeypatch.context() as patch:
+        stop = lambda *args: (next(count) == 1 and os.kill(os.getpid(), signal.SIGINT)) or original(*args)
+        patch.setattr(train, "evaluate", stop)
+        assert run(*cg, "--out", "r") == 130
+    assert (everything("r")[".t"], everything("r")[".k"]) == (2, 3)
+    assert run(*cg, "--out", "r") == 0
+    assert_same(everything("r"), everything("whole"))
+
+
+def test_what_is_saved_as_config_is_what_is_run(here):
+    """Defaults that depend on other settings are in config.json as they came out, and tuned ones go with their like."""
+    value = lambda name, *line: train.configure(["--model", "tiny", *line]).values[name]
+    assert value("average", "--method", "gn_prox") == 0.99 and value("average", "--method", "gn") == 0
+    assert value("average", "--method", "gn_prox", "--line-search", "5") == 0
+    assert value("average", "--method", "muon") == 0.4 and value("warmup", "--method", "muon") == 0.3
+    assert value("average", "--method", "muon", "--schedule", "cosine") == 0
+    assert value("warmup", "--method", "muon", "--schedule", "cosine", "--warmup", "0.2") == 0.2
+    assert value("steps") == 10 and value("steps", "--tokens", "2m") == 15
+
+
+def test_a_log_ahead_of_its_checkpoint_is_cut_back(here, monkeypatch):
+    """A crash between the log and the checkpoint of a step: the same command makes the step and its row again, once."""
+    assert run("--method", "muon", "--out", "whole") == 0
+    original = checkpoint.save
+
+    def save(path, tree):
+        if path.name == "checkpoint.npz" and int(tree.t) == 2:
+            raise OSError("disk full")
+        original(path, tree)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", save)
+        assert run("--method", "muon", "--out", "r") == 1
+    assert len(rows("r")) == 3 and everything("r")[".t"] == 1
+    assert run("--method", "muon", "--out", "r") == 0
+    assert without_time(rows("r")) == without_time(rows("whole"))
+    assert_same(everything("r"), everything("whole"))
+
+
 def test_a_signal_in_the_warm_up_leaves_no_checkpoint_of_it(here, monkeypatch):
-    """Also where a run of the same grid has just ended: what is saved must be of this run."""
     original, count = data.batch, iter(range(10_000))
     stop = lambda *place: (next(count) == 1 and os.kill(os.getpid(), signal.SIGTERM)) or original(*place)
     monkeypatch.setattr(data, "batch", stop)
@@ -486,6 +553,7 @@ def test_help_names_every_flag_with_its_meaning(capsys):
 @pytest.mark.parametrize("method", list(train.METHODS))
 def test_every_flag_of_every_method_has_a_help(method):
     """Fields that a Config has from another one keep its comment, unless they have one of their own."""
+    assert "Section 6.2" in flags.fields_of(train.gn_prox.Config)["schedule"][2]
     fields = flags.fields_of(train.METHODS[method][1], train.DERIVED)
     assert all(comment for _, _, comment in fields.values()), fields
     assert {"lr", "schedule", "warmup", "weight_decay", "average", "clip"} <= set(fields)
