@@ -6,8 +6,8 @@
 The layers are the embedding, each block (the final norm with the last), and the head. They share one forward pass.
 The change that δ_l makes is a stream of its own: it starts at layer l and is pushed up to the logits, and its cotangent
 is pulled back as far as layer l, no further. A stream costs a layer that it only passes one product a weight and token
-each way; the layer's own costs two. At 12 blocks that is 3.6 gradients of gn.py in all, where each layer alone with the
-full model would make it 14.
+each way; the layer's own costs two. For the paper's 12 blocks that comes to 4.1 gradients of gn.py, where 14 products
+with the whole model would be 14.
 
 All the rest is gn.py. Muon and Adam treat each array for itself, so one inner iterate and one optimizer serve all
 layers; only clipping, which is by the norm of an optimizer group, looks across them.

@@ -172,9 +172,8 @@ class Live:
     """What goes on around a step: batches are read, bars move, the newest state is at hand, a signal ends it."""
 
     def __init__(self, run):
-        self.run = run
+        self.run, self.training, self.bars = run, False, []
         self.corpus = self.signal = self.state = None
-        self.training, self.bars = False, []
 
     def caught(self, number, frame):
         """Signal handler. While training the run ends at the next `check`: raising here could hit JAX anywhere."""

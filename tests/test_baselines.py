@@ -143,7 +143,7 @@ def test_muons_other_group_is_adam(float64):
 
 
 def test_soaps_settings_arrive():
-    """config.optimizer is soap(...) of each field in its place: the same updates, and others where one is changed."""
+    """config.optimizer is soap(...) of each field in its place: the same updates, and others where they are changed."""
     params = random_params(TOY)
     grads = [jax.tree.map(lambda a, n=n: jax.random.normal(jax.random.key(n), a.shape), params) for n in range(4)]
 
@@ -158,22 +158,29 @@ def test_soaps_settings_arrive():
     given = dict(lr=0.1, b1=0.6, b2=0.8, weight_decay=0.2, clip=0.5, frequency=2, largest=9)
     ours = last(lambda: config_of(baselines.SOAP, **given).optimizer(0.1))
     assert_same(ours, last(lambda: baselines.soap(0.1, 0.6, 0.8, 0.2, 0.5, 2, 9)))
-    for name, value in dict(b1=0.7, b2=0.7, weight_decay=0.1, clip=0.4, frequency=1, largest=100).items():
-        changed = last(lambda name=name, value=value: config_of(baselines.SOAP, **given | {name: value}).optimizer(0.1))
-        assert not np.allclose(ours["blocks"]["w_up"], changed["blocks"]["w_up"]) or name == "clip", name
+    for swapped in (dict(b1=0.8, b2=0.6), dict(frequency=1)):
+        other = last(lambda swapped=swapped: config_of(baselines.SOAP, **given | swapped).optimizer(0.1))
+        assert not np.allclose(ours["blocks"]["w_up"], other["blocks"]["w_up"])
 
 
 @pytest.mark.parametrize("cls", ALL)
 def test_clip_zero_is_off(cls, float64):
     """clip 0 leaves gradients as they are, the same as a limit that is never reached, and does not zero the update."""
-    params, batch = random_params(TOY), lambda k: random_tokens(TOY, 2, k)
-    off, high, low = (config_of(cls, clip=c) for c in (0.0, 1e9, 1e-9))
-    first = [baselines.update(baselines.init(params, c), batch, None, c)[0] for c in (off, high, low)]
-    ends = [baselines.update(s, batch, None, c)[0] for s, c in zip(first, (off, high, low), strict=True)]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), ends[0].params, ends[1].params)
-    moved = [abs(a - b).max() for a, b in zip(jax.tree.leaves(ends[0].params), jax.tree.leaves(params), strict=True)]
-    assert min(moved) > 0
-    assert not np.allclose(ends[0].params["head"], ends[2].params["head"])
+    params = random_params(TOY)
+    grads = [jax.tree.map(lambda a, n=n: jax.random.normal(jax.random.key(n), a.shape), params) for n in range(2)]
+
+    @partial(jax.jit, static_argnums=0)
+    def moved(clip):  # by two updates, as SOAP's first one makes none
+        optimizer = config_of(cls, clip=clip).optimizer(0.1)
+        state = optimizer.init(params)
+        for grad in grads:
+            step, state = optimizer.update(grad, state, params)
+        return step
+
+    off, high, low = moved(0.0), moved(1e9), moved(1e-9)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), off, high)
+    assert min(abs(a).max() for a in jax.tree.leaves(off)) > 0
+    assert not np.allclose(off["head"], low["head"])
 
 
 def test_muon_clips_each_group_by_its_own_norm(float64):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TOY, assert_same, logits, many, random_params, random_tokens
+from conftest import TOY, VARIANTS, assert_same, logits, many, random_params, random_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.flatten_util import ravel_pytree
@@ -145,9 +145,10 @@ def test_no_array_holds_the_logits_of_a_batch(what):
     assert largest <= 10_000 * TOY.d_ff < 16 * TOY.context * 10_000 / 6
 
 
-@pytest.mark.parametrize("damping", [3.0, 1e-3])
-def test_cg_update_is_the_dense_solve(toy, float64, damping):
+@pytest.mark.parametrize("name, damping", [*((name, 3.0) for name in VARIANTS), ("paper", 1e-3)])
+def test_cg_update_is_the_dense_solve(float64, name, damping):
     """One `update` with inner cg is θ_t - α (G + λI)⁻¹ g on the whole batch, α the best of the grid or 0."""
+    toy = VARIANTS[name]
     params, (batches, fresh) = random_params(toy), many(toy)
     config = config_of(toy, inner="cg", cg_steps=3000, damping=damping)
     loss, g, G = dense(toy, params, np.concatenate([batches(0), batches(1)]))
@@ -387,13 +388,18 @@ def test_update_is_the_loop_written_out(float64, name, inner):
     by_hand = muon if inner == "muon" else adamw
     opt = by_hand(0.0).init(params)
     at = jax.jit(lambda p, d, t: gn.value_and_grad(objective, linearized, p, d, t, config))
+
+    @jax.jit
+    def descend(theta, opt, grad, lr):
+        step, opt = by_hand(lr).update(grad, opt, theta)
+        return jax.tree.map(jnp.add, theta, step), opt
+
     for t in range(2):
         state, metrics = method.update(state, batches, None, config)
         for k in range(2):
             _, grad = at(theta0, jax.tree.map(jnp.subtract, theta, theta0), batches(k))
             lr = 0.05 * half((2 * t + k) / 4) * half(k / 2)
-            step, opt = by_hand(lr).update(grad, opt, theta)
-            theta = jax.tree.map(jnp.add, theta, step)
+            theta, opt = descend(theta, opt, grad, lr)
         theta0 = theta
         close(state.params, theta, 1e-6)
         assert math.isclose(metrics["lr"], 0.05 * half(t / 2), rel_tol=1e-6)
