@@ -36,10 +36,7 @@ rcParams.update({"font.size": 8, "axes.spines.top": False, "axes.spines.right": 
 
 
 def gather(folders):
-    """{(method, batch): the group with the smallest final loss}, batches ascending. Raises ValueError.
-
-    A group: flags of its R runs; logs; steps that all have, tokens by then, [S]; losses, alphas, [R, S]; finals, [R].
-    """
+    """{(method, batch): the best group: flags; R logs; common steps, tokens [S], losses, alphas [R, S]; finals [R]}."""
     groups, best, first = defaultdict(dict), {}, {}
     for folder in map(Path, folders):
         try:
@@ -151,9 +148,9 @@ def label(ax):
     gaps = [max(min(gaps[j : k + 1].mean() for k in n[i:]) for j in n[: i + 1]) for i in n]
     moves = np.clip(gaps, ax.bbox.y0 * scale, ax.bbox.y1 * scale - heights.sum()) + stacked - wanted
     look = dict(textcoords=("axes fraction", "offset points"), va="center", annotation_clip=False)
-    for line, end, move in zip(lines, ends, moves, strict=True):
-        thin = dict(arrowstyle="-", color=line.get_color(), linewidth=0.4, linestyle=(0, (1, 4)), relpos=(0, 0.5))
-        ax.annotate(line.get_label(), end, (1.03, move), arrowprops=thin, color=line.get_color(), **look)
+    thin = dict(arrowstyle="-", linewidth=0.4, linestyle=(0, (1, 4)), relpos=(0, 0.5))
+    for line, end, move, color in zip(lines, ends, moves, (line.get_color() for line in lines), strict=True):
+        ax.annotate(line.get_label(), end, (1.03, move), arrowprops=thin | {"color": color}, color=color, **look)
 
 
 def draw(best, target=None):
@@ -171,7 +168,7 @@ def draw(best, target=None):
         ours = {key: group for key, group in best.items() if key[0] in pair}
         many = len({batch for _, batch in ours}) > 1
         panels["methods"] += [(draw_batches, ours) if many else (draw_losses, [shown[m] for m in pair], "steps")]
-    families = [[shown[m] for m in shown if (m in FAMILY) == ours] for ours in (True, False)]
+    families = [[group for m, group in shown.items() if (m in FAMILY) == ours] for ours in (True, False)]
     panels["schedules"] = [(draw_schedules, groups) for groups in families if groups]
     panels["step_sizes"] = [(draw_step_sizes, g) for g in shown.values() if np.isfinite(g.alphas).any()]
     figures = {name: Figure((3.4 * len(row), 2.6), dpi=200) for name, row in panels.items() if row}

@@ -237,10 +237,9 @@ def warm_up(run, live):
         except ValueError as error:
             print(f"{error}; the warm-up is made again", file=sys.stderr)
     state = baselines.init(made["params"], settings)
-    wait = lambda state: jax.block_until_ready(state.k)  # not live.watch, which keeps what a stopped run saves
     with live.bar("warm-up", steps):
-        for i in range(steps):
-            state, metrics = baselines.update(state, live.read(i), None, settings, wait)
+        for i in range(steps):  # not live.watch, which keeps what a stopped run saves
+            state, metrics = baselines.update(state, live.read(i), None, settings, lambda s: jax.block_until_ready(s.k))
     made = {"params": state.params, "loss": metrics["train_loss"]}
     if not all(jnp.isfinite(a).all() for a in jax.tree.leaves(made)):
         raise FloatingPointError("the warm-up diverged; try a smaller --warmup-lr")
@@ -358,6 +357,7 @@ def execute_all(runs, corpora, live):
     for i, (run, corpus) in enumerate(zip(runs, corpora, strict=True)):
         if len(runs) > 1:
             print(f"\n---- run {i + 1} of {len(runs)}: {run.config.out}")
+            jax.clear_caches()  # or the compiled programs of all runs stay, until a CPU process can map no more
         try:
             results.append(execute(run, corpus, live))
         except FloatingPointError as error:

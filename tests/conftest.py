@@ -23,6 +23,13 @@ VARIANTS = {
 }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compiled_programs():
+    """Are freed after each file: a process can map just so many, and ends with a segmentation fault beyond them."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def float64():
     """Everything in this test is float64."""
