@@ -149,7 +149,7 @@ def rise(step, steps):
 
 def averaged(average, params, tau):
     """The weight average after one more step, τ average + (1 - τ) params; None where there is none."""
-    return None if average is None else jax.tree.map(lambda a, b: tau * a + (1 - tau) * b, average, params)
+    return None if average is None else optax.incremental_update(params, average, 1 - tau)
 
 
 def weights(state):

@@ -37,16 +37,15 @@ rcParams.update({"font.size": 8, "axes.spines.top": False, "axes.spines.right": 
 
 def gather(folders):
     """{(method, batch): the best group: flags; R logs; common steps, tokens [S], losses, alphas [R, S]; finals [R]}."""
-    groups, best, first = defaultdict(dict), {}, {}
+    groups, best, first, columns = defaultdict(dict), {}, {}, ("step", "tokens", "val_loss", "alpha")
     for folder in map(Path, folders):
         try:
             run = {"warmup": 0.0, "inner_warmup": 0.0} | json.loads((folder / "config.json").read_text())["config"]
             inner_steps = max(1, round(run["batch"] / (run["inner_batch"] * run["context"])))
             run |= {"inner_steps": inner_steps, "outer_steps": int(run["steps"]), "name": METHODS[run["method"]][0]}
             run |= {"data": run.get("corpus", run["data"]), "out": None}  # the text by its hash, if known
-            seed, pick = run["seed"], lambda row: [row["step"], *map(row.get, ("tokens", "val_loss", "alpha"))]
-            if rows := [pick(row) for row in checkpoint.read_log(folder)]:  # null becomes NaN
-                groups[json.dumps(run | {"seed": None}, sort_keys=True)][seed] = np.array(rows, float)
+            if rows := [[*map(row.get, columns)] for row in checkpoint.read_log(folder)]:  # null becomes NaN
+                groups[json.dumps(run | {"seed": None}, sort_keys=True)][run["seed"]] = np.array(rows, float)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
             raise ValueError(f"{folder} is not a run that can be read: {error!r}") from None
         first = first or run
@@ -96,8 +95,7 @@ def draw_batches(ax, best, bounds=(), target=None):
     first = lambda rows: min(rows[(rows[:, 2] <= target) & (rows[:, 0] > 0), 0], default=np.inf)
     value = lambda group: group.finals if target is None else np.array([first(rows) for rows in group.logs])
     for method in dict.fromkeys(method for method, _ in best):
-        points = {batch: value(group) for (m, batch), group in best.items() if m == method}
-        points = {batch: values for batch, values in points.items() if np.isfinite(values).all()}
+        points = {b: v for (m, b), group in best.items() if m == method and np.isfinite(v := value(group)).all()}
         curve(ax, method, [*points], [*points.values()])
     if not ax.lines:
         raise ValueError(f"no run takes a step to come to the target loss {target}")
@@ -165,9 +163,8 @@ def draw(best, target=None):
         reached = [min(g.finals.max() for (m, _), g in best.items() if m == method) for method, _ in best]
         panels["batch"] = [(draw_batches, best, bounds), (draw_batches, best, [], target or max(reached))]
     for pair in [("gn", other) for other in ("layerwise_gn", "gn_prox") if {"gn", other} <= {*shown}]:
-        ours = {key: group for key, group in best.items() if key[0] in pair}
-        many = len({batch for _, batch in ours}) > 1
-        panels["methods"] += [(draw_batches, ours) if many else (draw_losses, [shown[m] for m in pair], "steps")]
+        both = {key: group for key, group in best.items() if key[0] in pair}
+        panels["methods"] += [(draw_batches, both) if len(both) > 2 else (draw_losses, [*map(shown.get, pair)], "steps")]
     families = [[group for m, group in shown.items() if (m in FAMILY) == ours] for ours in (True, False)]
     panels["schedules"] = [(draw_schedules, groups) for groups in families if groups]
     panels["step_sizes"] = [(draw_step_sizes, g) for g in shown.values() if np.isfinite(g.alphas).any()]
