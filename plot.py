@@ -163,8 +163,8 @@ def draw(best, target=None):
         reached = [min(g.finals.max() for (m, _), g in best.items() if m == method) for method, _ in best]
         panels["batch"] = [(draw_batches, best, bounds), (draw_batches, best, [], target or max(reached))]
     for pair in [("gn", other) for other in ("layerwise_gn", "gn_prox") if {"gn", other} <= {*shown}]:
-        both = {key: group for key, group in best.items() if key[0] in pair}
-        panels["methods"] += [(draw_batches, both) if len(both) > 2 else (draw_losses, [*map(shown.get, pair)], "steps")]
+        two = {key: group for key, group in best.items() if key[0] in pair}
+        panels["methods"] += [(draw_batches, two) if len(two) > 2 else (draw_losses, [*map(shown.get, pair)], "steps")]
     families = [[group for m, group in shown.items() if (m in FAMILY) == ours] for ours in (True, False)]
     panels["schedules"] = [(draw_schedules, groups) for groups in families if groups]
     panels["step_sizes"] = [(draw_step_sizes, g) for g in shown.values() if np.isfinite(g.alphas).any()]
