@@ -105,21 +105,20 @@ def learning_rate(t, k, config):
     return config.lr * rises * falls[SCHEDULES.index(config.schedule)]
 
 
-def quadratic(z, y):
+def quadratic(z, y, ell=model.cross_entropy):
     """ℓ(z), and L2 as a function of v: v -> L2, u, where u = g + H v is its gradient.
 
-    z: logits f(θ_t); v: their change J δ; u: all [c, V]; y: labels, int32 [c]. Losses are sums over the c tokens.
+    z: logits f(θ_t); v: their change J δ; u: all [c, V]; y: labels, int32 [c]. Losses are sums over the c tokens. ell:
+    ℓ(z, y), any loss that is convex in z.
     """
-    loss = model.cross_entropy(z, y)
-    g, H = jax.linearize(jax.grad(lambda z: model.cross_entropy(z, y)), z)  # g = ∇ℓ(z),  H: v -> ∇²ℓ(z) v
-
+    loss, (g, H) = ell(z, y), jax.linearize(jax.grad(lambda z: ell(z, y)), z)  # g = ∇ℓ(z),  H: v -> ∇²ℓ(z) v
     at = lambda v, Hv: (loss + jnp.vdot(g, v) + jnp.vdot(v, Hv) / 2, g + Hv)
     return loss, lambda v: at(v, H(v))
 
 
-def curvature(z, y):
+def curvature(z, y, ell=model.cross_entropy):
     """`quadratic` without its constant and its linear part: v -> ½ v·Hv, H v."""
-    _, H = jax.linearize(jax.grad(lambda z: model.cross_entropy(z, y)), z)
+    _, H = jax.linearize(jax.grad(lambda z: ell(z, y)), z)
     return jnp.zeros((), z.dtype), lambda v: (jnp.vdot(v, H(v)) / 2, H(v))
 
 
@@ -201,12 +200,13 @@ def losses(theta0, theta, alphas, tokens, network):
 def line_search(theta0, theta, fresh, config):
     """The α of 2^(-i/2), i < line_search, with the smallest loss on fresh tokens; 0 where the guard refuses them all.
 
-    fresh(k): the k-th inner batch of fresh tokens, int32 [B, T+1]. A loss that is not finite counts as infinite.
+    fresh(k): inner batch k of fresh tokens, int32 [B, T+1]. A loss counts as infinite if it or a weight is not finite.
     """
     alphas = 2.0 ** (-jnp.arange(config.line_search) / 2)
     if config.guard:
         alphas = jnp.concatenate([jnp.zeros(1), alphas])  # θ_t first: argmin takes it unless another is below it
-    total = jnp.zeros_like(alphas)
+    finite = jnp.array([jnp.isfinite(a).all() for a in jax.tree.leaves(theta)]).all()
+    total = jnp.where((alphas == 0) | finite, 0.0, jnp.inf)
     for k in range(config.inner_steps):
         part = losses(theta0, theta, alphas, fresh(k), config.model)
         total = jax.block_until_ready(total) + part  # waits for the batch before: never more than one is in flight

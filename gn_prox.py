@@ -33,9 +33,9 @@ class Config(gn.Config):
             raise ValueError("inner is 'cg', which solves quadratic problems; valid with this objective: muon, adamw")
 
 
-def exact(z, y):
+def exact(z, y, ell=model.cross_entropy):
     """ℓ(z), and L1 as a function of v: v -> ℓ(z + v), u = ∇ℓ(z + v). Shapes and units as in gn.quadratic."""
-    loss = lambda z: model.cross_entropy(z, y)
+    loss = lambda z: ell(z, y)
     return loss(z), lambda v: jax.value_and_grad(loss)(z + v)
 
 

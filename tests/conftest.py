@@ -1,16 +1,28 @@
-"""Strict mode for every test, and the small models that they share. Warnings are errors: see pyproject.toml."""
+"""Strict mode for every test, and the small models that they share.
+
+Warnings are errors (see pyproject.toml), so is a shape that NumPy would promote, and a connection to anywhere; a test
+that has checked nothing fails; there are four devices, as on a machine with four GPUs.
+"""
 
 import dataclasses
-from functools import partial
+import functools
+import os
+import socket
 
 import hypothesis
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import model
 
+AS_A_USER = dict(os.environ)  # the environment of a command that a test starts
+if jax.__version_info__[:2] == (0, 10):  # programs compile three times as fast; a later XLA has no such switch
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
 jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_disable_most_optimizations", True)  # nearly all the time of these tests is compilation
 jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("here", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("here")
@@ -21,6 +33,46 @@ VARIANTS = {
     "textbook": dataclasses.replace(TOY, mlp="swiglu", qk_norm=False),
     "grouped": dataclasses.replace(TOY, n_kv_heads=2),
 }
+
+
+CHECKS = []  # what the running test has checked
+
+
+def pytest_assertion_pass(item, lineno, orig, expl):
+    CHECKS.append(orig)
+
+
+def counted(check):
+    """`check`, noted in CHECKS."""
+
+    @functools.wraps(check)
+    def wrapper(*args, **options):
+        CHECKS.append(check.__name__)
+        return check(*args, **options)
+
+    return wrapper
+
+
+for owner, name in ((np.testing, "assert_allclose"), (np.testing, "assert_array_equal"), (pytest, "raises")):
+    setattr(owner, name, counted(getattr(owner, name)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """A test that ends well has checked something: no loop over nothing is a proof."""
+    CHECKS.clear()
+    result = yield
+    if not CHECKS:
+        pytest.fail("this test has checked nothing")
+    return result
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    def refuse(self, address):
+        raise OSError(f"a test wants to connect to {address}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -44,11 +96,17 @@ def toy(request):
 
 
 def random_params(config, seed=0):
-    """Parameters with every norm and bias moved away from one and zero, so that no derivative is trivially right."""
-    params = model.init(config, jax.random.key(seed))
-    leaves, shape = jax.tree.flatten(params)
-    rng = np.random.default_rng(seed)
-    return jax.tree.unflatten(shape, [a + 0.1 * rng.normal(size=a.shape).astype(a.dtype) for a in leaves])
+    """Parameters at the scales of model.init, every norm and bias moved away from one and zero, so that no derivative
+    is trivially right. Drawn by NumPy: nothing to compile."""
+    rng, kind = np.random.default_rng(seed), jnp.zeros(()).dtype
+    def draw(path, a):
+        name, noise = path[-1].key, rng.normal(size=a.shape)
+        if name in (*model.MATRICES, "head"):
+            return jnp.asarray(noise / a.shape[-2] ** 0.5, kind)
+        return jnp.asarray(noise if name == "embedding" else 0.1 * noise + (not name.endswith("bias")), kind)
+
+    shapes = jax.eval_shape(functools.partial(model.init, config), jax.random.key(0))
+    return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
 def random_tokens(config, size, seed=0):
@@ -62,7 +120,7 @@ def many(network, size=2):
     return (lambda k: random_tokens(network, size, k)), (lambda k: random_tokens(network, size, 100 + k))
 
 
-@partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0)
 def logits(config, params, tokens):
     """The model's logits the plain way, [B, T, V]: what the chunked code never holds."""
     return model.hidden(config, params, tokens[:, :-1]) @ params["head"]

@@ -15,6 +15,9 @@ ALL = (baselines.AdamW, baselines.Muon, baselines.SOAP)
 TWELVE = model.Config(vocab_size=7, context=4, d_model=8, d_ff=8, n_layers=12, n_heads=2, n_kv_heads=2)
 
 
+GRAD = jax.jit(model.value_and_grad, static_argnums=0)
+
+
 def config_of(cls, **changes):
     return cls(**{"model": TOY, "inner_steps": 3, "outer_steps": 4} | changes)
 
@@ -56,7 +59,7 @@ def test_adamw_is_the_loop_in_numpy(float64):
     m, v = ({name: np.zeros_like(a) for name, a in theta.items()} for _ in range(2))
     for t in range(3):
         tokens = random_tokens(TOY, 4, t)
-        grad = model.value_and_grad(TOY, state.params, tokens)[1]
+        grad = GRAD(TOY, state.params, tokens)[1]
         grad = {jax.tree_util.keystr(p): np.array(a) for p, a in jax.tree_util.tree_leaves_with_path(grad)}
         norm = np.sqrt(sum((g**2).sum() for g in grad.values()))
         assert norm > 0.5
@@ -93,7 +96,7 @@ def test_muon_orthogonalizes_each_layers_matrix_and_scales_it_by_its_shape(float
     params = random_params(network)
     grad = jax.tree.map(lambda a: jnp.asarray(np.random.default_rng(a.size).normal(size=a.shape)), params)
     optimizer = baselines.muon(0.5, 0.95, 0.0, 0.0)
-    step, _ = optimizer.update(grad, optimizer.init(params), params)
+    step, _ = jax.jit(optimizer.update)(grad, optimizer.init(params), params)
     shapes = set()
     for name in model.MATRICES:
         if name in params["blocks"]:
@@ -114,11 +117,11 @@ def test_muons_momentum_is_nesterovs(float64):
     """Three updates: m <- b m + g, then NS(b m + g) (a scale before NS does not matter); b is the config's."""
     params = {**random_params(TOY)}
     optimizer = config_of(baselines.Muon, momentum=0.7, clip=0.0, weight_decay=0.0).optimizer(0.5)
-    state, m = optimizer.init(params), 0.0
+    state, m, update = optimizer.init(params), 0.0, jax.jit(optimizer.update)
     for n in range(3):
         rng = np.random.default_rng(n)
         grad = jax.tree.map(lambda a, rng=rng: jnp.asarray(rng.normal(size=a.shape)), params)
-        step, state = optimizer.update(grad, state, params)
+        step, state = update(grad, state, params)
         g = np.asarray(grad["blocks"]["w_up"][1])
         m = 0.7 * m + 0.3 * g
         ahead = 0.7 * m / (1 - 0.7 ** (n + 2)) + 0.3 * g / (
@@ -132,10 +135,10 @@ def test_muons_other_group_is_adam(float64):
     """Embedding, head and norms: Adam (0.9, 0.999) at the same lr, over two updates."""
     params = random_params(TOY)
     optimizer = config_of(baselines.Muon, clip=0.0).optimizer(0.5)
-    state, m, v = optimizer.init(params), 0.0, 0.0
+    state, m, v, update = optimizer.init(params), 0.0, 0.0, jax.jit(optimizer.update)
     for n in (1, 2):
         grad = jax.tree.map(lambda a, n=n: jnp.full_like(a, n - 3.0), params)
-        step, state = optimizer.update(grad, state, params)
+        step, state = update(grad, state, params)
         m, v = 0.9 * m + 0.1 * (n - 3.0), 0.999 * v + 0.001 * (n - 3.0) ** 2
         expected = -0.5 * m / (1 - 0.9**n) / np.sqrt(v / (1 - 0.999**n))
         for name in ("embedding", "head", "final_norm"):
@@ -190,7 +193,8 @@ def test_muon_clips_each_group_by_its_own_norm(float64):
     large = {**grad, "embedding": 1e6 * grad["embedding"]}
     optimizer = baselines.muon(0.1, 0.95, 0.0, 1.0)
     state = optimizer.init(params)
-    momentum = [optimizer.update(g, state, params)[1].inner_states["muon"] for g in (grad, large)]
+    update = jax.jit(optimizer.update)
+    momentum = [update(g, state, params)[1].inner_states["muon"] for g in (grad, large)]
     assert_same(*momentum)
 
 
@@ -200,7 +204,7 @@ def test_weight_decay_reaches_matrices_only(float64):
     zero = jax.tree.map(jnp.zeros_like, params)
     soap = baselines.soap(0.1, 0.9, 0.99, 0.5, 1.0, 1, 10_000)
     for optimizer in (baselines.muon(0.1, 0.95, 0.5, 1.0), baselines.adamw(0.1, 0.9, 0.99, 0.5, 1.0), soap):
-        step, _ = optimizer.update(zero, optimizer.init(params), params)
+        step, _ = jax.jit(optimizer.update)(zero, optimizer.init(params), params)
         for path, a in jax.tree_util.tree_leaves_with_path(params):
             name = path[-1].key
             expected = -0.05 * a if name in (*model.MATRICES, "embedding", "head") else 0 * a
@@ -224,14 +228,15 @@ def test_schedules_at_their_first_and_last_step():
 @pytest.mark.parametrize("cls", ALL)
 def test_weight_average_is_its_closed_form_and_does_not_steer(cls, float64):
     """After n optimizer steps of several inner batches: τⁿ θ_0 + (1 - τ) Σ τⁿ⁻ⁱ θ_i, evaluated; θ goes its own way."""
-    on, off, tau = config_of(cls, average=0.6), config_of(cls), 0.6
+    more = {"largest": 8} if cls is baselines.SOAP else {}  # a longer side's basis is not unique
+    on, off, tau = config_of(cls, average=0.6, **more), config_of(cls, **more), 0.6
     batches = lambda t: lambda k: random_tokens(TOY, 2, 10 * t + k)
     state, plain = baselines.init(random_params(TOY), on), baselines.init(random_params(TOY), off)
     thetas = [state.params]
     for t in range(3):
         state, _ = baselines.update(state, batches(t), None, on)
         plain, _ = baselines.update(plain, batches(t), None, off)
-        assert_same(state.params, plain.params)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9), state.params, plain.params)
         assert baselines.weights(plain) is plain.params
         thetas.append(state.params)
     closed = lambda *a: tau**3 * a[0] + (1 - tau) * sum(tau ** (3 - i) * a[i] for i in (1, 2, 3))

@@ -13,7 +13,6 @@ from jax.flatten_util import ravel_pytree
 from test_gn import close, dense, sizes
 
 import gn
-import gn_prox
 import layerwise_gn
 import model
 
@@ -66,31 +65,14 @@ def test_gradient_is_g_plus_the_diagonal_blocks_of_G_times_delta(network, float6
 
 def test_a_layers_gradient_moves_with_its_own_delta_only(float64):
     """δ in block 1 of 12 leaves every other layer's gradient bitwise as it is at δ = 0, blocks 10 and 11 included."""
-    params, tokens = random_params(TWELVE), random_tokens(TWELVE, 2)
+    params, tokens = random_params(TWELVE), random_tokens(TWELVE, 3)
     number, (flat, unravel) = layer_numbers(params), ravel_pytree(params)
     zero, full = np.zeros(flat.size), np.random.default_rng(1).normal(size=flat.shape)
-    _, still = value_and_grad(TWELVE, params, unravel(zero), tokens)
+    _, still = value_and_grad(TWELVE, params, unravel(zero), tokens, damping=0.1)
     for layer in (0, 1, 10, 12, 13):
-        _, grad = value_and_grad(TWELVE, params, unravel(np.where(number == layer, full, 0)), tokens)
+        _, grad = value_and_grad(TWELVE, params, unravel(np.where(number == layer, full, 0)), tokens, damping=0.1)
         moved = {int(n) for n in number[np.asarray(abs(grad - still) > 1e-12)]}
         assert moved == {layer}
-
-
-@pytest.mark.parametrize("objective, plain", [("quadratic", gn.quadratic), ("exact", gn_prox.exact)])
-def test_each_layer_is_the_full_method_with_the_other_deltas_at_zero(toy, float64, objective, plain):
-    """For both objectives: layer l's gradient is that of gn.py or gn_prox.py for δ_l alone; their values add up."""
-    params, tokens = random_params(toy), random_tokens(toy, 3)
-    number, (flat, unravel) = layer_numbers(params), ravel_pytree(params)
-    delta = np.random.default_rng(1).normal(size=flat.shape) * 0.3
-    (loss, value), grad = value_and_grad(toy, params, unravel(delta), tokens, objective=objective)
-    alone = jax.jit(lambda d: gn.value_and_grad(plain, gn.linearized, params, d, tokens, config_of(toy)))
-    above = 0.0
-    for layer in range(toy.n_layers + 2):
-        (_, one), full = alone(unravel(np.where(number == layer, delta, 0)))
-        mine = number == layer
-        close(grad[mine], ravel_pytree(full)[0][mine], 1e-11)
-        above += one - loss
-    assert math.isclose(value, loss + above, rel_tol=1e-11)
 
 
 def test_split_is_a_partition_and_merge_its_inverse():

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import assert_same
+from conftest import AS_A_USER, assert_same
 
 import baselines
 import checkpoint
@@ -216,7 +216,7 @@ def test_ctrl_c_ends_a_real_process_cleanly(here):
         "--steps",
         "100000",
     ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=AS_A_USER)
     while process.poll() is None and not (Path("r/log.jsonl").exists() and len(rows("r")) > 2):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
@@ -277,20 +277,20 @@ def test_a_diverging_run_ends_with_its_last_good_checkpoint_and_says_so_ever_aft
     assert last["diverged"] in capsys.readouterr().err
 
 
-GRID = ["--method", "muon,soap", "--lr", "0.01,1e30,0.02", "--schedule=cosine", "--average", "0"]
+GRID = ["--method", "muon,soap", "--lr", "0.01,1e30", "--schedule=cosine", "--average", "0"]
 
 
 def test_a_grid_is_every_combination_one_after_another(here, capsys, monkeypatch):
-    """Six runs, each as it would be alone; two diverge, are recorded, and the others go on; a table sorted by loss."""
+    """Four runs, each as it would be alone; two diverge, are recorded, and the others go on; a table sorted by loss."""
     assert run(*GRID) == 0
     out, err = capsys.readouterr()
-    assert err.count("try a smaller --lr") == 2 and "---- run 6 of 6" in out
+    assert err.count("try a smaller --lr") == 2 and "---- run 4 of 4" in out
     logs = {
         (config["method"], config["lr"]): rows(folder)
         for folder in Path("runs").iterdir()
         for config in [json.loads((folder / "config.json").read_text())["config"]]
     }
-    assert len(logs) == 6
+    assert len(logs) == 4
     for (method, lr), log in logs.items():
         assert ("diverged" in log[-1]) == (lr == 1e30)
         if lr == 0.01:
@@ -300,8 +300,8 @@ def test_a_grid_is_every_combination_one_after_another(here, capsys, monkeypatch
             assert without_time(rows(method)) == without_time(log)
     table = [line.split() for line in out.split("val_loss")[-1].splitlines()[1:]]
     finals = sorted((log[-1]["val_loss"], method, str(lr)) for (method, lr), log in logs.items() if lr < 1)
-    assert [(f"{loss:.4f}", method, lr) for loss, method, lr in finals] == [(r[0], r[3], r[4]) for r in table[:4]]
-    assert [row[0] for row in table[4:]] == ["diverged"] * 2
+    assert [(f"{loss:.4f}", method, lr) for loss, method, lr in finals] == [(r[0], r[3], r[4]) for r in table[:2]]
+    assert [row[0] for row in table[2:]] == ["diverged"] * 2
     capsys.readouterr()
     monkeypatch.setattr(train, "outer_step", None)  # nothing is trained again
     monkeypatch.setattr(train, "warm_up", None)
