@@ -6,8 +6,10 @@ that has checked nothing fails; there are four devices, as on a machine with fou
 
 import dataclasses
 import functools
+import json
 import os
 import socket
+from pathlib import Path
 
 import hypothesis
 import jax
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 
 import model
+import train
 
 AS_A_USER = dict(os.environ)  # the environment of a command that a test starts
 if jax.__version_info__[:2] == (0, 10):  # programs compile three times as fast; a later XLA has no such switch
@@ -129,3 +132,38 @@ def logits(config, params, tokens):
 def assert_same(a, b):
     """Two trees are bitwise equal."""
     jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+# ---- runs by the command line ---------------------------------------------------------------------------------------
+
+SMALL = ["--model", "tiny", "--d-model", "8", "--d-ff", "8", "--n-layers", "1", "--n-heads", "2", "--n-kv-heads", "2"]
+SMALL += "--context 16 --batch 192 --inner-batch 4 --tokens 2k --eval-tokens 640 --eval-every 1 --steps 3".split()
+SEARCH = ("gn", "layerwise_gn")  # the methods with a line search by default
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty working directory with a short English-looking text in it."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "dogs"]
+    lines = [" ".join(rng.choice(words, 9)) + "\n" + "\n" * (i % 50 == 49) for i in range(3000)]
+    Path("text.txt").write_text("".join(lines))
+    return tmp_path
+
+
+def run(*flags):
+    return train.main([*SMALL, "--data", "text.txt", *flags])
+
+
+def rows(out):
+    return [json.loads(line) for line in Path(out, "log.jsonl").read_text().splitlines()]
+
+
+def everything(out):
+    with np.load(Path(out, "checkpoint.npz"), allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
+def without_time(rows):
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]

@@ -167,8 +167,8 @@ def test_soaps_settings_arrive():
 
 
 @pytest.mark.parametrize("cls", ALL)
-def test_clip_zero_is_off(cls, float64):
-    """clip 0 leaves gradients as they are, the same as a limit that is never reached, and does not zero the update."""
+def test_fault_5_clip_0_does_not_zero_the_update(cls, float64):
+    """It is off: gradients stay as they are, the same as with a limit that is never reached."""
     params = random_params(TOY)
     grads = [jax.tree.map(lambda a, n=n: jax.random.normal(jax.random.key(n), a.shape), params) for n in range(2)]
 
@@ -226,8 +226,8 @@ def test_schedules_at_their_first_and_last_step():
 
 
 @pytest.mark.parametrize("cls", ALL)
-def test_weight_average_is_its_closed_form_and_does_not_steer(cls, float64):
-    """After n optimizer steps of several inner batches: τⁿ θ_0 + (1 - τ) Σ τⁿ⁻ⁱ θ_i, evaluated; θ goes its own way."""
+def test_fault_7_a_baselines_average_is_over_updates_not_inner_batches(cls, float64):
+    """After n optimizer steps of several inner batches: τⁿ θ_0 + (1 - τ) Σ τⁿ⁻ⁱ θ_i, evaluated; θ goes on without."""
     more = {"largest": 8} if cls is baselines.SOAP else {}  # a longer side's basis is not unique
     on, off, tau = config_of(cls, average=0.6, **more), config_of(cls, **more), 0.6
     batches = lambda t: lambda k: random_tokens(TOY, 2, 10 * t + k)

@@ -7,6 +7,8 @@ a dense solve.
 
 import dataclasses
 import math
+import os
+import subprocess
 from functools import partial
 
 import jax
@@ -98,13 +100,18 @@ def test_chunks_do_not_change_anything(float64):
         close(other, results[0], 1e-12)
 
 
-def sizes(jaxpr):
-    """The number of elements of every array in a jaxpr, and of those inside it."""
+def equations(jaxpr):
+    """Every equation in a jaxpr, and of the jaxprs inside it."""
     for eqn in jaxpr.eqns:
-        yield from (math.prod(v.aval.shape) for v in eqn.outvars)
+        yield eqn
         for param in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
             if hasattr(param, "eqns"):
-                yield from sizes(getattr(param, "jaxpr", param))
+                yield from equations(getattr(param, "jaxpr", param))
+
+
+def sizes(jaxpr):
+    """The number of elements of every array in a jaxpr."""
+    return [math.prod(v.aval.shape) for eqn in equations(jaxpr) for v in eqn.outvars]
 
 
 @pytest.mark.parametrize("what", ["gn", "line search", "baseline"])
@@ -294,6 +301,41 @@ def test_schedules():
         assert min(got) > 0
 
 
+def test_fault_3_no_inner_cycle_is_skipped_and_no_outer_step_has_lr_0():
+    """global+inner cosine: each outer step begins at the global cosine and falls from there, the last one too."""
+    config = config_of(TOY, schedule="global+inner cosine", inner_steps=4, outer_steps=5, lr=1.0)
+    lr = np.array([[gn.learning_rate(t, k, config) for k in range(4)] for t in range(5)])
+    np.testing.assert_allclose(lr[:, 0], [half(t / 5) for t in range(5)], rtol=1e-5)
+    assert (np.diff(lr, axis=1) < 0).all() and lr.min() > 0
+
+
+def test_fault_10_no_command_is_run_and_nothing_called_back_inside_a_compiled_step(monkeypatch):
+    """Tracing a step starts no process (its answer would be a constant), and what is traced never leaves the device."""
+    for owner, name in ((subprocess, "Popen"), (os, "system"), (os, "popen"), (os, "posix_spawn")):
+        monkeypatch.setattr(owner, name, None)
+    config, tokens = config_of(TOY), random_tokens(TOY, 2)
+    step = lambda s: gn.finish(gn.inner_step(s, tokens, config), jnp.ones(()), config)
+    jaxpr = jax.make_jaxpr(step)(gn.init(random_params(TOY), config)).jaxpr
+    names = {eqn.primitive.name for eqn in equations(jaxpr)}
+    assert "dot_general" in names and not [name for name in names if "callback" in name or "feed" in name]
+
+
+def test_fault_11_a_step_is_compiled_once_and_does_not_grow_with_the_run(monkeypatch):
+    """The schedule is a function of t and k: no program is made again at a later step, none is larger in a long run."""
+    traced, original = [], model.hidden
+    monkeypatch.setattr(model, "hidden", lambda *args: traced.append(1) or original(*args))
+    config, after = config_of(TOY, outer_steps=4, lr=0.011), []
+    state = gn.init(random_params(TOY), config)
+    for _ in range(3):
+        state, _ = gn.update(state, *many(TOY), config)
+        after.append(len(traced))
+    assert after[0] == after[2] > 0
+    of = lambda steps: dataclasses.replace(config, outer_steps=steps, schedule="global+inner cosine")
+    program = lambda c: jax.make_jaxpr(lambda s: gn.inner_step(s, many(TOY)[0](0), c))(state).jaxpr
+    count = lambda c: len(list(equations(program(c))))
+    assert count(of(2)) == count(of(20_000))
+
+
 def test_warm_up_fractions():
     """Linear rises: of the whole run over its first inner steps, of each outer step over its own; then the cosine."""
     s = [4 * t + k for t, k in PLACES]
@@ -305,8 +347,11 @@ def test_warm_up_fractions():
 
 
 @pytest.mark.parametrize("tau", [0.0, 0.6])
-def test_with_line_search_the_average_is_over_outer_steps(float64, tau):
-    """Σ of the θ_t of n outer steps, decay τ^N each, as each is N inner steps; evaluated and no more. τ = 0: none."""
+def test_fault_7_an_average_over_outer_steps_still_forgets_the_start(float64, tau):
+    """With a line search it is over the θ_t of n outer steps, each of which counts as its N inner ones: decay τ^N.
+
+    It is evaluated and does not steer. τ = 0: there is none.
+    """
     config, thetas = config_of(TOY, average=tau), [random_params(TOY)]
     state, plain = gn.init(thetas[0], config), gn.init(thetas[0], config_of(TOY))
     for _ in range(3):

@@ -257,6 +257,27 @@ def test_loss_is_exactly_quadratic_along_any_line(c):
 OBJECTIVES = {"quadratic": QUADRATIC, "exact": EXACT}
 
 
+METHODS = {"full": (QUADRATIC, gn.linearized), "prox": (EXACT, gn.linearized)}
+METHODS["layerwise"] = QUADRATIC, layerwise_gn.linearized
+
+
+@pytest.mark.parametrize("method", METHODS)
+@settings(max_examples=5)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_fault_4_damping_acts_alike_on_the_loss_and_on_its_gradient(method, seed):
+    """λ adds ½ λ |δ|² to the loss and λ δ to the gradient, with one sign in all three methods; the two belong together:
+
+    (φ(h) - φ(-h)) / 2h = ε·∇, φ(s) the loss at δ + s ε.
+    """
+    c = case("cross-entropy", 3, seed)
+    objective, linearized = METHODS[method]
+    at = lambda delta, damping: value_and_grad(c, delta, objective, linearized=linearized, damping=damping)
+    (value, grad), (damped, pulled), d = at(c.delta, 0.0), at(c.delta, 0.1), flat(c.delta)
+    same((damped - value, pulled - grad), (0.05 * d @ d, 0.1 * d), size=abs(value))
+    ends = [at(plus(c.delta, c.other, h), 0.1)[0] for h in (1e-4, -1e-4)]
+    assert abs((ends[0] - ends[1]) / 2e-4 - flat(c.other) @ pulled) <= 1e-6 * np.linalg.norm(pulled)
+
+
 @pytest.mark.parametrize("linearized", [gn.linearized, layerwise_gn.linearized], ids=["full", "layerwise"])
 @settings(max_examples=10)
 @given(c=cases(2), order=st.permutations(range(3)))

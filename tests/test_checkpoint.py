@@ -1,0 +1,289 @@
+"""Runs that are stopped or damaged go on, and end in bitwise the same state; nothing on disk is half written."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import AS_A_USER, SEARCH, SMALL, assert_same, everything, rows, run, without_time
+
+import checkpoint
+import data
+import train
+
+
+@contextmanager
+def signal_at(call, module=data, name="batch", number=signal.SIGTERM):
+    """Within it, a signal comes with that call of module.name, counted from 0."""
+    original, seen = getattr(module, name), []
+
+    def counted(*args):
+        seen.append(args)
+        if len(seen) == call + 1:
+            os.kill(os.getpid(), number)
+        return original(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, name, counted)
+        yield seen
+
+
+def assert_same_run(one, two):
+    """The same final state, every array bitwise, and the same log but for the time it took."""
+    assert_same(everything(one), everything(two))
+    assert without_time(rows(one)) == without_time(rows(two))
+
+
+@pytest.mark.parametrize("method", list(train.METHODS))
+def test_fault_8_a_run_that_is_stopped_anywhere_goes_on_bitwise(here, method):
+    """SIGTERM at the n-th batch, n all over a run: status 143; the same command then ends in the same state.
+
+    Inner iterate, momentum, place in the schedule and in the data, sums and averages: all of it is in the checkpoint.
+    """
+    assert run("--method", method, "--out", "whole") == 0
+    for n in range(0, 3 * (6 if method in SEARCH else 3), 4):
+        with signal_at(n):
+            assert run("--method", method, "--out", f"stopped{n}") == 143
+        assert run("--method", method, "--out", f"stopped{n}") == 0
+        assert_same_run(f"stopped{n}", "whole")
+
+
+def test_fault_8_a_resumed_run_reads_no_batch_again_and_counts_its_tokens(here):
+    """Stopped in its second outer step: the two commands together read each batch once, in order."""
+    with signal_at(2 + 3 + 1) as before:
+        assert run("--method", "muon", "--out", "r") == 143
+    with signal_at(-1) as after:
+        assert run("--method", "muon", "--out", "r") == 0
+    assert [place[-1] for place in before + after] == list(range(2 + 3 * 3)) and len(before) == 2 + 3 + 2
+    assert [row["tokens"] for row in rows("r")] == [128 + 192 * t for t in range(4)]
+
+
+def test_fault_8_a_checkpoint_rounds_nothing(tmp_path):
+    """Float32 with all its bits, and infinities; integers and keys as they are."""
+    bits = np.random.default_rng(0).integers(0, 2**31, 10_000, dtype=np.int32)
+    tree = {"x": jnp.asarray(bits.view(np.float32)), "t": jnp.int32(2**31 - 1), "inf": jnp.full(2, -jnp.inf)}
+    checkpoint.save(tmp_path / "a.npz", tree)
+    again = checkpoint.load(tmp_path / "a.npz", jax.eval_shape(lambda: tree))
+    np.testing.assert_array_equal(np.asarray(again["x"]).view(np.int32), bits)
+    assert_same({k: tree[k] for k in ("t", "inf")}, {k: again[k] for k in ("t", "inf")})
+    assert all(again[k].dtype == tree[k].dtype for k in tree)
+
+
+def test_fault_7_the_average_is_in_every_save_and_goes_on_after_a_resume(here):
+    """It is neither left out of the last save nor made anew from the loaded weights."""
+    flags = ["--method", "muon", "--average", "0.9"]
+    assert run(*flags, "--out", "whole") == 0
+    with signal_at(2 + 3 + 1):
+        assert run(*flags, "--out", "r") == 143
+    halfway = everything("r")
+    assert run(*flags, "--out", "r") == 0
+    for arrays in (halfway, everything("r")):
+        assert np.abs(arrays[".average['head']"] - arrays[".params['head']"]).max() > 1e-3
+    assert_same_run("r", "whole")
+
+
+@pytest.mark.parametrize("module, name", [(data, "write"), (data, "batch"), (train, "evaluate"), (checkpoint, "save")])
+def test_a_signal_outside_of_steps_ends_the_run_too(here, capsys, module, name):
+    """While the corpus is tokenized, in the warm-up, in an evaluation, while saving: one line, nothing broken."""
+    with signal_at(0, module, name, signal.SIGINT):
+        assert run("--method", "gn", "--out", "r") == 130
+    err = capsys.readouterr().err
+    assert "stopped; nothing to save yet" in err and err.count("\n") == 1
+    assert not list(here.glob("**/*draft*")) and not Path("r/checkpoint.npz").exists()
+    assert run("--method", "gn", "--out", "r") == 0
+
+
+def test_a_signal_in_an_evaluation_does_not_lose_the_step_before(here):
+    """The inner steps that were done are saved: only the line search is made again."""
+    assert run("--method", "gn", "--out", "whole") == 0
+    with signal_at(2, train, "evaluate", signal.SIGINT):
+        assert run("--method", "gn", "--out", "r") == 130
+    assert (everything("r")[".t"], everything("r")[".k"]) == (1, 3)
+    assert run("--method", "gn", "--out", "r") == 0
+    assert_same_run("r", "whole")
+
+
+def test_a_signal_right_after_a_save_leaves_that_save(here):
+    """What it holds is newer than the last inner step that was seen, which must not be written over it."""
+    original = checkpoint.save
+
+    def save(path, tree):
+        original(path, tree)
+        if path.name == "checkpoint.npz" and int(tree.t) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "save", save)
+        assert run("--method", "gn", "--out", "r") == 143
+    assert (everything("r")[".t"], everything("r")[".k"]) == (1, 0)
+
+
+def test_stopped_between_evaluations_it_goes_on_bitwise(here):
+    flags = ["--method", "muon", "--steps", "5", "--eval-every", "3"]
+    assert run(*flags, "--out", "whole") == 0
+    for n in (2 + 3, 2 + 4, 2 + 10):
+        with signal_at(n):
+            assert run(*flags, "--out", f"r{n}") == 143
+        assert run(*flags, "--out", f"r{n}") == 0
+        assert_same_run(f"r{n}", "whole")
+
+
+def test_conjugate_gradients_are_not_lost_to_a_signal(here):
+    """Killed in the evaluation after its third step, the first one: the third solve is in the checkpoint."""
+    cg = ["--method", "gn", "--inner", "cg", "--steps", "3", "--eval-every", "3", "--cg-steps", "3", "--damping", "1"]
+    assert run(*cg, "--out", "whole") == 0
+    with signal_at(1, train, "evaluate", signal.SIGINT):
+        assert run(*cg, "--out", "r") == 130
+    assert (everything("r")[".t"], everything("r")[".k"]) == (2, 3)
+    assert run(*cg, "--out", "r") == 0
+    assert_same_run("r", "whole")
+
+
+def test_a_grid_in_a_folder_of_its_own_and_stopped_goes_on(here, capsys):
+    """--out is the folder of the runs' folders; SIGTERM in the second member: the same command finishes the rest."""
+    with signal_at(2 + 3 * 3 + 4):
+        assert run("--method", "muon", "--lr", "0.01,0.02", "--out", "grid") == 143
+    assert "the same command goes on" in capsys.readouterr().err
+    assert run("--method", "muon", "--lr", "0.01,0.02", "--out", "grid") == 0
+    assert len(list(Path("grid").iterdir())) == 2
+    assert run("--method", "muon", "--lr", "0.02", "--out", "alone") == 0
+    (second,) = Path("grid").glob("*lr0.02*")
+    assert_same_run(second, "alone")
+
+
+def test_a_signal_after_a_member_diverged_does_not_save_that_member_for_the_next(here):
+    """SIGTERM in the warm-up of the second member of a grid, the first having diverged inside its steps."""
+    with signal_at(-1) as first:
+        assert run("--method", "muon", "--lr", "1e30", "--out", "first") == 1
+    with signal_at(len(first) + 1):
+        assert run("--method", "muon", "--lr", "1e30", "--seed", "3,4", "--out", "grid") == 143
+    (second,) = Path("grid").glob("*seed4*")
+    assert not (second / "checkpoint.npz").exists()
+    assert run("--method", "muon", "--lr", "0.01", "--seed", "4", "--out", "r") == 0
+
+
+def test_a_log_ahead_of_its_checkpoint_is_cut_back(here):
+    """A crash between the log and the checkpoint of a step: the same command makes the step and its row again, once."""
+    assert run("--method", "muon", "--out", "whole") == 0
+    original = checkpoint.save
+
+    def save(path, tree):
+        if path.name == "checkpoint.npz" and int(tree.t) == 2:
+            raise OSError("disk full")
+        original(path, tree)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "save", save)
+        assert run("--method", "muon", "--out", "r") == 1
+    assert len(rows("r")) == 3 and everything("r")[".t"] == 1
+    assert run("--method", "muon", "--out", "r") == 0
+    assert_same_run("r", "whole")
+
+
+def test_ctrl_c_ends_a_real_process_cleanly(here):
+    """python train.py, SIGINT while it trains: exit status 130, no traceback, and a checkpoint that can be read."""
+    flags = ["--data", "text.txt", "--method", "gn", "--out", "r", "--steps", "100000"]
+    command = [sys.executable, train.__file__, *SMALL, *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=AS_A_USER)
+    while process.poll() is None and not (Path("r/log.jsonl").exists() and len(rows("r")) > 2):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err and "the same command goes on" in err
+    assert everything("r")[".t"] >= 2
+
+
+def test_a_finished_run_is_not_run_again(here, capsys):
+    assert run("--method", "muon", "--out", "r") == 0
+    before, table = Path("r/checkpoint.npz").stat().st_mtime_ns, capsys.readouterr().out.split("train_loss")[1]
+    assert run("--method", "muon", "--out", "r") == 0
+    assert Path("r/checkpoint.npz").stat().st_mtime_ns == before
+    assert capsys.readouterr().out.split("train_loss")[1] == table
+
+
+def test_resuming_does_not_need_the_warm_up(here, monkeypatch):
+    """From a checkpoint the warm-up is not made again, though its cache is gone."""
+    assert run("--method", "gn", "--out", "r") == 0
+    for path in Path("data").glob("warmup-*"):
+        path.unlink()
+    monkeypatch.setattr(train, "warm_up", None)
+    assert run("--method", "gn", "--out", "r") == 0
+
+
+def test_a_damaged_warm_up_is_made_again(here, capsys):
+    assert run("--method", "gn", "--out", "a") == 0
+    (path,) = Path("data").glob("warmup-*.npz")
+    path.write_bytes(path.read_bytes()[:100])
+    assert run("--method", "gn", "--out", "b") == 0
+    assert "made again" in capsys.readouterr().err
+    assert_same_run("a", "b")
+
+
+def test_a_damaged_checkpoint_ends_the_run_and_is_kept(here, capsys):
+    """One line and status 1: it is not for the program to throw away what a person may still want."""
+    assert run("--method", "gn", "--out", "r") == 0
+    path = Path("r/checkpoint.npz")
+    path.write_bytes(path.read_bytes()[:-100])
+    capsys.readouterr()
+    assert run("--method", "gn", "--out", "r") == 1
+    err = capsys.readouterr().err
+    assert "r/checkpoint.npz cannot be read" in err and err.count("\n") == 1 and path.exists()
+
+
+def test_other_code_is_another_run(here, monkeypatch, capsys):
+    """The default folder's name depends on the code; in a folder that is named, a change of the code is said."""
+    assert run("--method", "adamw") == 0 and run("--method", "adamw", "--out", "r") == 0
+    monkeypatch.setattr(checkpoint, "code", lambda *modules: "changed")
+    assert run("--method", "adamw") == 0
+    assert len(list(Path("runs").iterdir())) == 2
+    capsys.readouterr()
+    assert run("--method", "adamw", "--out", "r") == 0
+    assert "r was begun with other code" in capsys.readouterr().err
+
+
+def test_another_run_in_the_folder_is_refused_by_name(here, capsys):
+    assert run("--method", "adamw", "--out", "r") == 0
+    before = everything("r")
+    capsys.readouterr()
+    assert run("--method", "adamw", "--out", "r", "--lr", "0.5", "--seed", "3") == 2
+    err = capsys.readouterr().err
+    assert "seed 0 -> 3" in err and "lr 0.015 -> 0.5" in err and err.count("\n") == 1
+    assert_same(everything("r"), before)
+
+
+def test_outside_of_a_checkout_there_is_no_commit(monkeypatch):
+    """config.json then holds null for it."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert checkpoint.commit() is None
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a.npz"
+    checkpoint.save(path, {"x": jnp.arange(3)})
+
+    def broken(f):
+        f.write(b"half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        checkpoint.write_file(path, broken)
+    assert list(tmp_path.iterdir()) == [path]
+    assert_same(checkpoint.load(path, {"x": jnp.zeros(3, jnp.int32)}), {"x": np.arange(3)})
+
+
+X, Y = jnp.zeros(3, jnp.int32), jnp.zeros(1)
+
+
+@pytest.mark.parametrize("like", [{"y": X}, {"x": jnp.zeros(4, jnp.int32)}, {"x": jnp.zeros(3)}, {"x": X, "y": Y}])
+def test_a_checkpoint_of_another_shape_is_refused(tmp_path, like):
+    checkpoint.save(tmp_path / "a.npz", {"x": jnp.arange(3)})
+    with pytest.raises(ValueError, match="other arrays"):
+        checkpoint.load(tmp_path / "a.npz", like)
