@@ -1,0 +1,219 @@
+"""Would the tests notice? `python tests/mutants.py`: each fault below is put into a copy of the code and the tests run.
+
+A fault is one line of code, changed. The tests of the file that it is in run first, until four have failed, and where
+none does, all the others; golden numbers are left out, as they would notice anything and explain nothing. What is
+printed is a table of faults and of the tests that notice them; exit status 1 if one is noticed by none. Words on the
+command line choose the faults whose file or description holds one of them. About an hour on two cores.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+JOBS = os.cpu_count() or 1
+NEAR = {  # the tests that a file is first tried on; by default its own
+    "gn.py": "gn properties",
+    "gn_prox.py": "gn_prox properties",
+    "layerwise_gn.py": "layerwise_gn properties gn",
+    "baselines.py": "baselines gn",
+    "attention.py": "attention model",
+    "model.py": "model attention",
+    "train.py": "train checkpoint",
+    "flags.py": "flags train",
+}
+
+FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
+    # the objective
+    ("gn.py", "curvature dropped from the gradient", "jnp.vdot(v, Hv) / 2, g + Hv)", "jnp.vdot(v, Hv) / 2, g)"),
+    ("gn.py", "curvature with the wrong sign", "jnp.vdot(v, Hv) / 2, g + Hv)", "jnp.vdot(v, Hv) / 2, g - Hv)"),
+    ("gn.py", "the half of ½ v·Hv dropped", "jnp.vdot(v, Hv) / 2, g + Hv)", "jnp.vdot(v, Hv), g + Hv)"),
+    ("gn.py", "curvature twice in the products of cg", "jnp.vdot(v, H(v)) / 2, H(v))", "jnp.vdot(v, H(v)) / 2, 2 * H(v))"),
+    ("gn.py", "δ = θ_t - θ", "jnp.subtract, state.theta, state.params)", "jnp.subtract, state.params, state.theta)"),
+    ("gn.py", "gradient at θ, not linearized at θ_t", "linearized, state.params, delta, tokens, config)\n    descend", "linearized, state.theta, delta, tokens, config)\n    descend"),
+    ("gn.py", "the head's own tangent dropped", '(dh, delta["head"]))', '(dh, 0 * delta["head"]))'),
+    ("gn.py", "damping missing from the gradient", "a / size + config.damping * d, grad", "a / size, grad"),
+    ("gn.py", "damping with the wrong sign in the loss", "value / size + config.damping / 2", "value / size - config.damping / 2"),
+    ("gn.py", "sums for means in the gradient", "lambda a, d: a / size + config", "lambda a, d: a + config"),
+    ("gn.py", "cg solves for +g", "jax.tree.map(jnp.negative, grad)", "jax.tree.map(jnp.positive, grad)"),
+    ("gn.py", "cg solves on the first inner batch only", "jax.lax.scan(add, start, tokens)[0])", "jax.lax.scan(add, start, jnp.stack(N * [tokens[0]]))[0])"),
+    ("gn.py", "cg stops early", "tol=1e-10", "tol=1e-2"),
+    ("gn_prox.py", "L1 at z instead of z + v", "jax.value_and_grad(loss)(z + v)", "jax.value_and_grad(loss)(z)"),
+    ("gn_prox.py", "L1 at z - v", "jax.value_and_grad(loss)(z + v)", "jax.value_and_grad(loss)(z - v)"),
+    ("gn_prox.py", "prox with Gauss-Newton's objective", "config, watch, exact)", "config, watch)"),
+    ("gn_prox.py", "a line search by default", "line_search: int = 0", "line_search: int = 5"),
+    ("layerwise_gn.py", "layers 10 and 11 with layer 1, as by prefix", ".at[i].set(change(dp, no_dh))", ".at[i if i < 10 else 1].add(change(dp, no_dh))"),
+    ("layerwise_gn.py", "a stream pulled one layer short", "streams = each(to_below, streams, i)", "streams = each(to_below, streams, i - 1)"),
+    ("layerwise_gn.py", "a block's δ dropped", "set(change(dp, no_dh))", "set(0 * change(dp, no_dh))"),
+    ("layerwise_gn.py", "the head's δ dropped", 'at(own(delta["head"]))', 'at(0 * own(delta["head"]))'),
+    ("layerwise_gn.py", "the loss at θ_t counted once a layer", "return value - at_theta0, transpose", "return value, transpose"),
+    ("layerwise_gn.py", "chunks take each other's tangents", "jax.lax.dynamic_slice_in_dim(streams, i * len(y)", "jax.lax.dynamic_slice_in_dim(streams, 0 * len(y)"),
+    ("layerwise_gn.py", "--objective not heard", "OBJECTIVES[config.objective], linearized)", 'OBJECTIVES["quadratic"], linearized)'),
+    ("layerwise_gn.py", "full Gauss-Newton after all", "OBJECTIVES[config.objective], linearized)", "OBJECTIVES[config.objective])"),
+    # the outer step
+    ("gn.py", "layerwise is not passed on to the inner step", "batches(k), config, objective, linearized)", "batches(k), config, objective)"),
+    ("gn.py", "prox is not passed on to the inner step", "batches(k), config, objective, linearized)", "batches(k), config, quadratic, linearized)"),
+    ("gn.py", "one inner batch for all inner steps", "inner_step(state, batches(k)", "inner_step(state, batches(0)"),
+    ("gn.py", "resumed at the first inner step", "for k in range(int(state.k), 1 if", "for k in range(0, 1 if"),
+    ("gn.py", "the next inner loop starts from θ_{t+1}", "params=params, theta=theta, average", "params=params, theta=params, average"),
+    ("gn.py", "momentum restarts each outer step", "average=average, opt=opt, t=state.t + 1)", "average=average, t=state.t + 1)"),
+    ("gn.py", "Muon's momentum not heard", "baselines.muon(lr, config.momentum", "baselines.muon(lr, 0.95"),
+    ("gn.py", "weight decay not heard", "config.weight_decay, config.clip)\n    return", "0.0, config.clip)\n    return"),
+    ("gn.py", "the parameters decay, the iterate does not", "params, theta = shrink(params), shrink(theta)", "params = shrink(params)"),
+    ("gn.py", "a refused step decays", "jnp.where(alpha == 0, 1, 1 - config", "jnp.where(alpha == 2, 1, 1 - config"),
+    ("gn.py", "the line from θ to θ_t", "a + alpha * (b - a)", "b + alpha * (a - b)"),
+    ("gn.py", "α halves each time", "2.0 ** (-jnp.arange(config.line_search) / 2)", "2.0 ** (-jnp.arange(config.line_search))"),
+    ("gn.py", "α in the opposite order", "return alphas[jnp.argmin(", "return alphas[::-1][jnp.argmin("),
+    ("gn.py", "the line search on its first fresh batch only", "alphas, fresh(k), config.model)", "alphas, fresh(0), config.model)"),
+    ("gn.py", "infinite weights with a finite loss accepted", "(alphas == 0) | finite", "(alphas == 0) | (alphas > 0)"),
+    ("gn.py", "NaN taken for the least loss", "jnp.argmin(jnp.where(jnp.isfinite(total), total, jnp.inf))", "jnp.argmin(total)"),
+    ("gn.py", "the average is overwritten", "averaged(state.average, theta, config.average)", "averaged(state.theta, theta, config.average)"),
+    ("gn.py", "an average over outer steps that counts each as one", "config.average**config.inner_steps", "config.average"),
+    ("gn.py", "an average over inner steps with cg, which has none", 'not self.line_search and self.inner != "cg"', "not self.line_search"),
+    # schedules
+    ("gn.py", "lr of the first inner step for all", "learning_rate(state.t, state.k, config), config)", "learning_rate(state.t, 0, config), config)"),
+    ("gn.py", "inner cosine one step ahead", "inner = cosine(k / N,", "inner = cosine((k + 1) / N,"),
+    ("gn.py", "global cosine by outer steps", "cosine((t + k / N) / T,", "cosine(t / T,"),
+    ("gn.py", "schedules exchanged", "(inner, whole, whole * inner, 1)", "(whole, inner, whole * inner, 1)"),
+    ("gn.py", "warm-up counted in outer steps", "config.warmup * T * N)", "config.warmup * T)"),
+    ("gn.py", "the lr in the log is the last inner step's", "learning_rate(state.t, 0, config)\n    metrics", "learning_rate(state.t, N - 1, config)\n    metrics"),
+    ("baselines.py", "cosine one step ahead", "cosine(t / config.outer_steps", "cosine((t + 1) / config.outer_steps"),
+    ("baselines.py", "cosine from the start, warm-up or not", "(x - start) / (1 - start)", "x"),
+    ("baselines.py", "the rise begins at lr 0", "(step + 1) / max(1, steps)", "step / max(1, steps)"),
+    # optimizers
+    ("baselines.py", "sums for means over inner batches", "g / config.inner_steps, state.grad", "g, state.grad"),
+    ("baselines.py", "only the last inner batch's loss", "loss=state.loss + loss, grad", "loss=loss, grad"),
+    ("baselines.py", "only the last inner batch's gradient", "jax.tree.map(jnp.add, state.grad, grad))", "grad)"),
+    ("baselines.py", "a matrix in the wrong group", 'k: "muon" if k in model.MATRICES', 'k: "muon" if k in model.MATRICES[:-1]'),
+    ("baselines.py", "the head does not decay", '"embedding": True, "head": True', '"embedding": True, "head": False'),
+    ("baselines.py", "clip 0 zeroes the update", "if limit > 0 else", "if limit >= 0 else"),
+    ("baselines.py", "one clip for both groups", 'return optax.partition({"muon": matrices, "adamw": adamw(lr, 0.9, 0.999, weight_decay, clip)}, groups)', 'return optax.chain(clipping(clip), optax.partition({"muon": matrices, "adamw": adamw(lr, 0.9, 0.999, weight_decay, clip)}, groups))'),
+    ("baselines.py", "Muon without its clip", "matrices = optax.chain(clipping(clip), matrices)", "matrices = optax.chain(matrices)"),
+    ("baselines.py", "Muon's axes exchanged", "reduction_axis=1, output_axis=2", "reduction_axis=2, output_axis=1"),
+    ("baselines.py", "Muon's momentum not Nesterov's", "lr, beta=momentum, weight_decay", "lr, beta=momentum, nesterov=False, weight_decay"),
+    ("baselines.py", "Adam's b2 not heard", "optax.adamw(lr, b1, b2,", "optax.adamw(lr, b1, 0.95,"),
+    ("baselines.py", "average with 1 - τ for τ", "params, average, 1 - tau)", "params, average, tau)"),
+    ("baselines.py", "the average is overwritten", "_replace(average=average, opt=opt", "_replace(opt=opt"),
+    ("baselines.py", "SOAP's b1 and b2 exchanged", "soap(lr, self.b1, self.b2,", "soap(lr, self.b2, self.b1,"),
+    ("soap.py", "second moment frozen between refreshes", "b2 * s.v + (1 - b2) * g * g))", "jnp.where(n % frequency == 0, b2 * s.v + (1 - b2) * g * g, s.v)))"),
+    ("soap.py", "first moment not carried into the new basis", "Rotated(rotate(back(m), Q),", "Rotated(m,"),
+    ("soap.py", "second moment not reordered with its basis", "            v = jnp.take_along_axis(v,", "            _ = jnp.take_along_axis(v,"),
+    ("soap.py", "factors exchanged", "if side == 0 else product(G.mT, G)", "if side == 1 else product(G.mT, G)"),
+    ("soap.py", "no bias correction", "move = unbiased * back", "move = back"),
+    ("soap.py", "a side as long as the largest keeps the identity", "if d <= largest else None", "if d < largest else None"),
+    # the network
+    ("attention.py", "no causal mask", "jnp.where(causal[None, None, None], s / K**0.5, -jnp.inf)", "s / K**0.5"),
+    ("attention.py", "softmax without subtraction of the maximum", "p = jax.nn.softmax(jnp.where(causal[None, None, None], s / K**0.5, -jnp.inf), axis=-1)", "p = (lambda e: e / e.sum(-1, keepdims=True))(jnp.exp(jnp.where(causal[None, None, None], s / K**0.5, -jnp.inf)))"),
+    ("attention.py", "scores over K", "s / K**0.5", "s / K"),
+    ("attention.py", "heads interleaved over groups", "q = q.reshape(B, T, G, H // G, K)", "q = q.reshape(B, T, H // G, G, K).swapaxes(2, 3)"),
+    ("model.py", "loss without subtraction of the maximum", "jax.nn.logsumexp(z, axis=-1)", "jnp.log(jnp.sum(jnp.exp(z), axis=-1))"),
+    ("model.py", "keys not rotated", "rotate(q), rotate(k), v", "rotate(q), k, v"),
+    ("model.py", "the other sense of rotation in one half", "a * sin + b * cos", "b * cos - a * sin"),
+    ("model.py", "no residual around the MLP", 'return h + matmul(config, up, p["w_down"])', 'return matmul(config, up, p["w_down"])'),
+    ("model.py", "gate and up exchanged", 'jax.nn.silu(matmul(config, m, p["w_gate"])) * up', 'jax.nn.silu(up) * matmul(config, m, p["w_gate"])'),
+    ("model.py", "no mean subtracted in LayerNorm", "rms_norm(x - jnp.mean(x, axis=-1, keepdims=True), scale)", "rms_norm(x, scale)"),
+    ("model.py", "mean over T + 1 tokens", "h, y)[0] / y.size", "h, y)[0] / tokens.size"),
+    ("model.py", "std of the other side of a matrix", "(L, *s)) / s[0] ** 0.5", "(L, *s)) / s[1] ** 0.5"),
+    ("model.py", "targets not shifted", "x, y = tokens[:, :-1], tokens[:, 1:]\n    add", "x, y = tokens[:, :-1], tokens[:, :-1]\n    add"),
+    # data
+    ("data.py", "held-out documents beyond some count are trained on", "if digest(text) in held_out else", 'if digest(text) in held_out and meta["val_tokens"] < 5000 else'),
+    ("data.py", "documents held out by turn, not by hash", "if digest(text) in held_out else", 'if meta["train_bytes"] % 20 == 19 or not meta["val_bytes"] else'),
+    ("data.py", "one window too many", "return (len(tokens) - 1) // context", "return len(tokens) // context"),
+    ("data.py", "windows that skip a token", "[place]) * context for", "[place]) * (context + 1) for"),
+    ("data.py", "every epoch in the same order", "np.random.default_rng((seed, epoch))", "np.random.default_rng((seed, 0))"),
+    ("data.py", "batches that overlap", "range(index * size, (index + 1) * size)", "range(index, index + size)"),
+    ("data.py", "no end-of-text", "np.append(tok.encode(text), np.uint16(tok.end_of_text)).tobytes()", "tok.encode(text).tobytes()"),
+    # the run
+    ("train.py", "line search on the batch it was trained on", "live.read(first + run.settings.inner_steps)", "live.read(first)"),
+    ("train.py", "training reads the warm-up's batches again", "start, first = time.perf_counter(), run.warmup_batches + t", "start, first = time.perf_counter(), t"),
+    ("train.py", "line search tokens not counted", "(run.warmup_batches + t * run.step_batches) * run.inner_tokens", "(run.warmup_batches + t * run.settings.inner_steps) * run.inner_tokens"),
+    ("train.py", "evaluation on training text", "data.sequences(live.corpus.val, context, 0,", "data.sequences(live.corpus.train, context, 0,"),
+    ("train.py", "other windows for another seed", "live.corpus.val, context, 0, range", "live.corpus.val, context, run.config.seed, range"),
+    ("train.py", "evaluation skips its first windows", "range(i, min(i + size, windows))", "range(i + size, min(i + size, windows) + size)"),
+    ("train.py", "the last windows weigh as a whole batch", "params, rows) * len(rows)", "params, rows) * size"),
+    ("train.py", "evaluated weights are not the average", "baselines.weights(state), t, metrics)", "state.params, t, metrics)"),
+    ("train.py", "bits a byte in nats", "value / math.log(2) *", "value *"),
+    ("train.py", "an older state saved over a newer one", "live.state, metrics = None, {}", "metrics = {}"),
+    ("train.py", "seconds and refusals since the last row lost", "new[name] + metrics.get(name, 0)", "new[name]"),
+    ("train.py", "seconds of all steps in each row", "live.state, metrics = None, {}", "live.state = None"),
+    ("train.py", "the state of the run before saved in this one's folder", "live.training, live.state, t = True, None, 0", "live.training, t = True, 0"),
+    ("train.py", "rows after the checkpoint kept on resuming", 'if row["step"] <= int(state.t)]', "if True]"),
+    ("train.py", "diverged at the step after", '{"step": t, "val_loss": None', '{"step": t + 1, "val_loss": None'),
+    ("train.py", "--tokens not heard where the model has steps", 'values["steps"] = None', 'values["steps"] = values["steps"]'),
+    ("train.py", "config.json without what was resolved", "values |= {name: getattr(settings, name) for name in pick(cls)}", "values |= {}"),
+    ("train.py", "the warm-up's learning rate does not rise", 'schedule="constant", warmup=0.1)', 'schedule="constant", warmup=0.0)'),
+    ("train.py", "stops before the target loss", 'rows[-1]["val_loss"] <= config.target_loss', 'rows[-1]["val_loss"] >= config.target_loss'),
+    ("checkpoint.py", "checkpoints in half precision", "np.asarray(a) for where", 'np.asarray(a).astype("f2").astype(a.dtype) for where'),
+    ("checkpoint.py", "another run's folder taken over", "    if differ:\n", "    if not then:\n"),
+    ("checkpoint.py", "a file that was not finished stays", "draft.unlink(missing_ok=True)", "pass"),
+    ("flags.py", "help of a field from the class above", "for c in reversed(cls.__mro__)", "for c in cls.__mro__"),
+    ("flags.py", "k is 1024", '"k": 1e3', '"k": 1024'),
+    ("flags.py", "a grid of the first flag only", "itertools.product(*options)", "zip(*options)"),
+]
+
+
+def copy(folder):
+    """The code and its tests, without what git ignores."""
+    names = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    for name in names.stdout.splitlines():
+        if (ROOT / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+
+
+def failing(folder, tests, processes=0):
+    """The names of the tests in these files that fail, or what else went wrong."""
+    command = [sys.executable, "-m", "pytest", "-n", str(processes), "-q", "--tb=no", "-rfE", "--maxfail=4", "-p", "no:cacheprovider", *tests]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1800)
+    except subprocess.TimeoutExpired:
+        return ["(no end after half an hour)"]
+    names = re.findall(r"^(?:FAILED|ERROR) tests/\S+?(?:::(\w+))?(?:\[.*)?(?: - .*)?$", done.stdout, re.M)
+    return sorted({name or "(does not import)" for name in names}) or ([] if done.returncode == 0 else [done.stdout[-300:]])
+
+
+def test_files(names):
+    return [f"tests/test_{name}.py" for name in names]
+
+
+def noticed(fault):
+    """The tests that fail where this fault is in the code."""
+    file, what, line, wrong = fault
+    every = sorted({p.stem[5:] for p in (ROOT / "tests").glob("test_*.py")} - {"golden"})
+    near = NEAR.get(file, file[:-3]).split()
+    with tempfile.TemporaryDirectory() as folder:
+        copy(Path(folder))
+        path = Path(folder, file)
+        text = path.read_text()
+        assert text.count(line) == 1, f"{file}: {what}: its line is there {text.count(line)} times"
+        path.write_text(text.replace(line, wrong))
+        found = failing(folder, test_files(near)) or failing(folder, test_files(n for n in every if n not in near))
+    print(f"{file:16} {what}: {', '.join(found) or 'NOT NOTICED'}", flush=True)
+    return found
+
+
+def main(words):
+    faults = [f for f in FAULTS if not words or any(w in f[0] or w in f[1] for w in words)]
+    if broken := [f for f in faults if (ROOT / f[0]).read_text().count(f[2]) != 1]:
+        sys.exit("\n".join(f"{file}: {what}: its line is not there once" for file, what, *_ in broken))
+    with tempfile.TemporaryDirectory() as folder:
+        copy(Path(folder))
+        if failed := failing(folder, ["tests"], JOBS):
+            sys.exit(f"without any fault these tests fail: {', '.join(failed)}")
+    with ThreadPoolExecutor(JOBS) as pool:
+        results = list(pool.map(noticed, faults))
+    print("\n| file | fault | noticed by |\n| --- | --- | --- |")
+    for (file, what, *_), found in zip(faults, results, strict=True):
+        print(f"| `{file}` | {what} | {', '.join(found) or '**none**'} |")
+    missed = sum(not found for found in results)
+    print(f"\n{len(faults)} faults, {missed} not noticed")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
