@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from conftest import TOY, VARIANTS, assert_same, random_params, random_tokens
 
@@ -111,6 +112,21 @@ def test_muon_orthogonalizes_each_layers_matrix_and_scales_it_by_its_shape(float
                 singular = np.linalg.svd(got, compute_uv=False)
                 assert 0.5 < singular.min() and singular.max() < 1.3
     assert shapes == {(8, 8), (8, 4), (8, 32), (32, 8)}
+
+
+def test_muon_on_a_stack_is_optaxs_muon_on_each_matrix(float64):
+    """Three updates with momentum and weight decay: layer l of [L, in, out] moves as a matrix does in optax."""
+    params = random_params(TOY)
+    ours = config_of(baselines.Muon, momentum=0.8, weight_decay=0.1, clip=0.0).optimizer(0.5)
+    theirs = optax.contrib.muon(0.5, beta=0.8, weight_decay=0.1)
+    alone = lambda tree: {f"{name}{i}": tree["blocks"][name][i] for name in ("wq", "w_up", "w_down") for i in range(2)}
+    states, updates = [ours.init(params), theirs.init(alone(params))], [jax.jit(o.update) for o in (ours, theirs)]
+    for n in range(3):
+        grad = jax.tree.map(lambda a, n=n: jax.random.normal(jax.random.key(n), a.shape), params)
+        step, states[0] = updates[0](grad, states[0], params)
+        expected, states[1] = updates[1](alone(grad), states[1], alone(params))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8), alone(step), expected)
+    assert {a.ndim for a in jax.tree.leaves(expected)} == {2}
 
 
 def test_muons_momentum_is_nesterovs(float64):

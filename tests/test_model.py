@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TOY, logits, random_params, random_tokens
+from conftest import TOY, VARIANTS, logits, random_params, random_tokens
 
 import model
 
@@ -69,6 +69,42 @@ def test_forward_pass_is_the_transcription(toy, float64):
     np.testing.assert_allclose(
         logits(toy, params, tokens), numpy_logits(toy, params, tokens[:, :-1]), rtol=1e-11, atol=1e-11
     )
+
+
+def test_textbook_variant_is_the_llama_of_transformers(float64):
+    """--mlp swiglu --qk-norm false, grouped-query, is LlamaForCausalLM with the same weights: logits, loss, gradient.
+
+    Up to float32, in which theirs has its norms and rotary angles.
+    """
+    reason = "to compare with the LLaMA of transformers, pip install torch transformers"
+    torch = pytest.importorskip("torch", reason=reason)
+    transformers = pytest.importorskip("transformers", reason=reason)
+    network = dataclasses.replace(VARIANTS["textbook"], n_kv_heads=2)
+    params, tokens = random_params(network), random_tokens(network, 3)
+    sizes = dict(vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=2, rms_norm_eps=1e-6)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=8, attn_implementation="eager")
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).double()
+    names = {"wq": "self_attn.q_proj", "wk": "self_attn.k_proj", "wv": "self_attn.v_proj", "wo": "self_attn.o_proj"}
+    names |= {"w_gate": "mlp.gate_proj", "w_up": "mlp.up_proj", "w_down": "mlp.down_proj"}
+    names |= {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+
+    def theirs_of(tree):  # a weight there is (out, in), a layer has a name of its own
+        flat = {"model.embed_tokens": tree["embedding"], "model.norm": tree["final_norm"], "lm_head": tree["head"].T}
+        for name, a in tree["blocks"].items():
+            flat |= {f"model.layers.{i}.{names[name]}": a[i].T for i in range(2)}
+        return {f"{name}.weight": torch.tensor(np.array(a)) for name, a in flat.items()}
+
+    theirs.load_state_dict(theirs_of(params))
+    ids = torch.tensor(tokens.astype(np.int64))
+    z = theirs(ids[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(z.reshape(-1, 11), ids[:, 1:].reshape(-1))
+    loss.backward()
+    value, grad = COMPILED(network, params, tokens)
+    np.testing.assert_allclose(z.detach(), logits(network, params, tokens), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(loss.detach(), value, rtol=1e-6)
+    expected = theirs_of(grad)
+    for name, p in theirs.named_parameters():
+        np.testing.assert_allclose(p.grad, expected[name], rtol=1e-4, atol=1e-6)
 
 
 def test_loss_and_gradient_are_the_plain_ones(toy, float64):
