@@ -1,6 +1,8 @@
 """What a run reads is a function of its seed and its step, and validation stays unseen."""
 
 import json
+import os
+import shutil
 
 import numpy as np
 import pytest
@@ -99,6 +101,34 @@ def test_stdlib_is_real_text_on_every_machine():
     assert not any({"site-packages", "test", "tests"} & set(p.relative_to(root).parts) for p in paths)
     total = sum(len(document) for document in data.documents(paths))
     assert total > 5_000_000
+
+
+def test_a_python_without_source_is_said(tmp_path):
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "a.py").touch()  # tests are not read
+    with pytest.raises(ValueError, match="no .py files"):
+        data.library(tmp_path)
+
+
+def test_two_processes_that_prepare_the_same_corpus(tmp_path, monkeypatch):
+    """The slower one finds the folder there when it is done, and reads that; its draft goes. Other errors are raised."""
+    path, replace = write_text(tmp_path / "a.txt", text(10)), os.replace
+
+    def beaten(draft, home):
+        shutil.copytree(draft, home)
+        replace(draft, home)  # fails, as home is not empty
+
+    monkeypatch.setattr(os, "replace", beaten)
+    corpus = data.prepare(path, BYTES, 64, tmp_path / "data")
+    assert corpus.meta["documents"] == 10 and len(list((tmp_path / "data").iterdir())) == 1
+
+    def broken(draft, home):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", broken)
+    with pytest.raises(OSError, match="disk full"):
+        data.prepare(path, BYTES, 65, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize(
