@@ -111,7 +111,7 @@ def test_a_python_without_source_is_said(tmp_path):
 
 
 def test_two_processes_that_prepare_the_same_corpus(tmp_path, monkeypatch):
-    """The slower one finds the folder there when it is done, and reads that; its draft goes. Other errors are raised."""
+    """The slower one finds the folder there, reads it and leaves no draft; an error of another kind is raised."""
     path, replace = write_text(tmp_path / "a.txt", text(10)), os.replace
 
     def beaten(draft, home):
