@@ -97,20 +97,21 @@ def check_folder(folder, config):
         return
     try:
         old = json.loads((folder / "config.json").read_text())
-        then, made = old["config"], old["about"]["code"]
+        then, _ = old["config"], old["about"]["code"]
     except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(f"{folder} is there and is not a run; give another --out") from None
     differ = [f"{k} {then.get(k)} -> {config[k]}" for k in config if then.get(k) != config[k]]
     if differ:
         raise ValueError(f"{folder} holds another run ({'; '.join(differ)}); give another --out")
-    if made != code():
-        print(f"{folder} was begun with other code; another --out begins anew", file=sys.stderr)
 
 
 def open_folder(folder, config):
-    """Makes the folder of a run of these settings where there is none."""
+    """Makes the folder of a run of these settings where there is none; where there is one of other code, says so."""
     folder = Path(folder)
-    if not (folder / "config.json").exists():
+    if (folder / "config.json").exists():
+        if json.loads((folder / "config.json").read_text())["about"]["code"] != code():
+            print(f"{folder} was begun with other code; another --out begins anew", file=sys.stderr)
+    else:
         folder.mkdir(parents=True, exist_ok=True)
         device = jax.devices()[0]
         about = {"commit": commit(), "code": code(), "python": sys.version.split()[0]}

@@ -125,8 +125,7 @@ def parse(argv):
     values = {name: default for name, (_, default, _) in fields.items()} | dataclasses.asdict(model.PRESETS[preset])
     values |= {**DEFAULTS[preset], **(tuned := TUNED.get((preset, method), {})), "vocab_size": 0}
     given = flags.parse(argv, fields, values, __doc__)
-    if "tokens" in given:
-        values["steps"] = None
+    values |= {"steps": None} if "tokens" in given else {}
     if {"schedule", "line_search"} & given.keys():  # what goes with the tuned ones goes with them
         values |= {name: fields[name][1] for name in ("warmup", "average") if name in tuned}
     return values | given
@@ -263,8 +262,7 @@ def log_row(run, live, params, t, metrics):
     """What log.jsonl holds of outer step t. Raises FloatingPointError where the validation loss is not finite."""
     value, meta = evaluate(run, live, params), live.corpus.meta
     if not math.isfinite(value):
-        kept = "the checkpoint before it is kept; try a smaller --lr"
-        raise FloatingPointError(f"the loss is {value} at outer step {t}; {kept}")
+        raise FloatingPointError(f"the loss is {value} at outer step {t}; the checkpoint stays; try a smaller --lr")
     bits = value / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
     tokens = (run.warmup_batches + t * run.step_batches) * run.inner_tokens
     row = {"step": t, "tokens": tokens, "tokens_line_search": t * run.settings.fresh_batches * run.inner_tokens}
@@ -344,7 +342,7 @@ def resume(run):
 def execute(run, corpus, live):
     """Starts a run or goes on with it; the rows of its log at the end."""
     (live.run, live.corpus), (state, rows) = (run, corpus), resume(run)
-    checkpoint.open_folder(run.config.out, run.values | {"out": None, "corpus": corpus.meta["sha256"]})
+    checkpoint.open_folder(run.config.out, run.values | {"out": None, "corpus": corpus.digest})
     report.opening(run, corpus)
     rows = train(run, state, rows, live)
     report.summary(run, rows)
@@ -380,6 +378,8 @@ def main(argv=None):
             for run in runs:
                 checkpoint.check_folder(run.config.out, run.values | {"out": None})
             corpora = [data.prepare(run.config.data, run.tokenizer, run.settings.model.context) for run in runs]
+            for run, corpus in zip(runs, corpora, strict=True):
+                checkpoint.check_folder(run.config.out, {"corpus": corpus.digest})
         except ValueError as error:
             print(f"train.py: {error}", file=sys.stderr)
             return 2

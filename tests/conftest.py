@@ -20,7 +20,7 @@ import pytest
 import model
 import train
 
-AS_A_USER = dict(os.environ)  # the environment of a command that a test starts
+AS_A_USER = os.environ | {"JAX_PLATFORMS": "cpu"}  # the environment of a command that a test starts
 if jax.__version_info__[:2] == (0, 10):  # programs compile three times as fast; a later XLA has no such switch
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
 jax.config.update("jax_platforms", "cpu")

@@ -1,5 +1,6 @@
 """What a run reads is a function of its seed and its step, and validation stays unseen."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -91,6 +92,13 @@ def test_prepared_once_and_made_again_when_the_text_changes(tmp_path):
     (home / "meta.json").write_text(json.dumps(marked))
     assert data.prepare(str(path), BYTES, 64, tmp_path / "data").meta == marked  # read, not made again
     assert data.prepare(write_text(path, text(11)), BYTES, 64, tmp_path / "data").meta["documents"] == 11
+    write_text(path, text(11, seed=1))  # as long as before
+    os.utime(path, ns=(1, 1))
+    assert len(list((tmp_path / "data").iterdir())) == 2
+    last = data.prepare(str(path), BYTES, 64, tmp_path / "data")
+    assert len(list((tmp_path / "data").iterdir())) == 3
+    for side, ids in (("train", last.train), ("val", last.val)):
+        assert last.meta["sha256"][side] == hashlib.sha256(ids.tobytes()).hexdigest()
 
 
 def test_stdlib_is_real_text_on_every_machine():
@@ -101,6 +109,21 @@ def test_stdlib_is_real_text_on_every_machine():
     assert not any({"site-packages", "test", "tests"} & set(p.relative_to(root).parts) for p in paths)
     total = sum(len(document) for document in data.documents(paths))
     assert total > 5_000_000
+
+
+def test_a_python_file_is_one_document_and_a_text_file_is_cut(tmp_path):
+    """A module is held out whole or not at all; a text at the next empty line after DOCUMENT characters."""
+    text_of = "".join(text(5))
+    for name, count in (("a.py", 1), ("a.txt", 5)):
+        (tmp_path / name).write_text(text_of)
+        found = list(data.documents([tmp_path / name]))
+        assert len(found) == count and "".join(found) == text_of
+
+
+def test_what_a_build_wrote_is_no_source(tmp_path):
+    for name in ("_sysconfigdata_x.py", "a.py", "b.pyc"):
+        (tmp_path / name).touch()
+    assert [path.name for path in data.library(tmp_path)] == ["a.py"]
 
 
 def test_a_python_without_source_is_said(tmp_path):

@@ -16,9 +16,13 @@ import train
         ("--out a,b --lr 1,1", ["--out a,b --lr 1"]),
         ("--out=a,b", ["--out=a,b"]),
         ("", [""]),
+        ("--data a,b.txt --lr 1,2", ["--data a,b.txt --lr 1", "--data a,b.txt --lr 2"]),
     ],
 )
-def test_expand(line, lines):
+def test_expand(tmp_path, monkeypatch, line, lines):
+    """Every combination, each once; a path that exists is one value, commas and all, and so is the folder of --out."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a,b.txt").touch()
     assert flags.expand(line.split()) == [line.split() for line in lines]
 
 
@@ -53,3 +57,9 @@ def test_no_two_configs_share_a_flag():
 )
 def test_counts(text, value):
     assert flags.count(text) == value
+
+
+@pytest.mark.parametrize("text, value", [("true", True), ("False", False)])
+def test_booleans(text, value):
+    run = train.configure(["--model", "tiny", "--guard", text, "--qk-norm", text])
+    assert run.settings.guard is value and run.settings.model.qk_norm is value

@@ -151,6 +151,16 @@ def test_cg_update_is_the_dense_solve(float64, name, damping):
     close(metrics["inner_loss"], loss + g @ step + step @ G @ step / 2 + damping * step @ step / 2, 1e-8)
 
 
+def test_one_step_of_conjugate_gradients_is_steepest_descent(float64):
+    """--cg-steps 1: δ = -(g·g / g·(G + λI) g) g."""
+    params, (batches, _) = random_params(TOY), many(TOY)
+    config = config_of(TOY, inner="cg", cg_steps=1, damping=0.1)
+    state = gn.solve(gn.init(params, config), jnp.stack([batches(0), batches(1)]), config)
+    _, g, G = dense(TOY, params, np.concatenate([batches(0), batches(1)]))
+    step = -(g @ g) / (g @ G @ g + 0.1 * g @ g) * g
+    close(ravel_pytree(state.theta)[0] - ravel_pytree(params)[0], step, 1e-8)
+
+
 def test_muon_inner_loop_lowers_the_quadratic(float64):
     """The inner loop minimizes L2: repeated on one batch it comes close to the minimum that the dense solve gives."""
     params, batch = random_params(TOY), random_tokens(TOY, 8)
@@ -221,6 +231,7 @@ def test_guard_refuses_what_does_not_lower_the_loss(float64):
     half = {**params, "head": params["head"].at[0, 0].set(jnp.inf)}
     for theta in (uphill, broken, half):
         assert search(theta, config, params) == 0
+    assert search(params, config, params) == 0  # no better: refused too
     assert search(uphill, dataclasses.replace(config, guard=False), params) == 0.25
     unseen = lambda k: fresh(k) % 10  # id 10 is not in it, so an infinite embedding of that leaves the loss finite
     downhill = jax.tree.map(lambda a, g: a - 0.1 * g, params, LOSS_GRAD(params, unseen(0)))
@@ -313,7 +324,7 @@ def test_fault_10_no_command_is_run_and_nothing_called_back_inside_a_compiled_st
     """Tracing a step starts no process (its answer would be a constant), and what is traced never leaves the device."""
     for owner, name in ((subprocess, "Popen"), (os, "system"), (os, "popen"), (os, "posix_spawn")):
         monkeypatch.setattr(owner, name, None)
-    config, tokens = config_of(TOY), random_tokens(TOY, 2)
+    config, tokens = config_of(TOY, lr=0.012), random_tokens(TOY, 2)  # a config of its own: nothing is traced yet
     step = lambda s: gn.finish(gn.inner_step(s, tokens, config), jnp.ones(()), config)
     jaxpr = jax.make_jaxpr(step)(gn.init(random_params(TOY), config)).jaxpr
     names = {eqn.primitive.name for eqn in equations(jaxpr)}
@@ -398,7 +409,7 @@ HAND = {
 
 @pytest.mark.parametrize("name, inner", [("gn", "adamw"), *((name, "muon") for name in HAND)])
 def test_update_is_the_loop_written_out(float64, name, inner):
-    """Two outer steps of each method, by hand: its gradient at θ, lr(t, k), its optimizer, every setting changed."""
+    """Two outer steps of each method, by hand: its gradient at θ, lr(t, k), its optimizer, and what is logged."""
     method, cls, objective, linearized = HAND[name]
     exact = {"objective": "exact"} if "exact" in name else {}
     common = dict(lr=0.05, schedule="global+inner cosine", momentum=0.8, weight_decay=0.3, clip=0.2, inner=inner)
@@ -418,19 +429,22 @@ def test_update_is_the_loop_written_out(float64, name, inner):
 
     for t in range(2):
         state, metrics = method.update(state, batches, None, config)
+        seen = np.zeros(2)
         for k in range(2):
-            _, grad = at(theta0, jax.tree.map(jnp.subtract, theta, theta0), batches(k))
+            values, grad = at(theta0, jax.tree.map(jnp.subtract, theta, theta0), batches(k))
+            seen += np.array(values) / 2
             lr = 0.05 * half((2 * t + k) / 4) * half(k / 2)
             theta, opt = descend(theta, opt, grad, lr)
         theta0 = theta
         close(state.params, theta, 1e-6)
         assert math.isclose(metrics["lr"], 0.05 * half(t / 2), rel_tol=1e-6)
+        close((metrics["train_loss"], metrics["inner_loss"]), (seen[0], seen[1]), 1e-6)
 
 
 @pytest.mark.parametrize(
     "bad",
     [{"lr": -1.0}, {"lr": math.nan}, {"schedule": "cosin"}, {"inner": "sgd"}, {"damping": -1.0}, {"inner_warmup": 1.0}]
-    + [{"average": 1.0}, {"parameter_weight_decay": -0.1}, {"cg_steps": 0}, {"line_search": -1}],
+    + [{"momentum": 1.0}, {"average": 1.0}, {"parameter_weight_decay": -0.1}, {"cg_steps": 0}, {"line_search": -1}],
 )
 def test_bad_settings_are_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):

@@ -154,6 +154,26 @@ def test_bfloat16_is_close_to_float32(toy):
     assert max(error) < 0.05
 
 
+def test_logits_keep_float32_where_what_makes_them_is_rounded():
+    """The head's sums are not rounded to bfloat16, which would cost the loss its digits."""
+    network = dataclasses.replace(TOY, dtype="bfloat16")
+    h, w = np.random.default_rng(0).normal(size=(2, 8, 8)).astype(np.float32)
+    z = model.head(network, jnp.asarray(h), jnp.asarray(w))
+    assert z.dtype == jnp.float32 and (z != z.astype(jnp.bfloat16)).any()
+    exact = np.matmul(*(np.asarray(jnp.asarray(a, jnp.bfloat16), np.float64) for a in (h, w)))
+    np.testing.assert_allclose(z, exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk, chunks", [(1, 15), (4, 5), (5, 3), (7, 3), (15, 1), (4096, 1)])
+def test_a_chunk_has_at_most_head_chunk_tokens(chunk, chunks):
+    """15 tokens in the smallest number of equal chunks that are no larger."""
+    network = dataclasses.replace(TOY, head_chunk=chunk)
+    count = lambda total, part: (total + 1, part[0])
+    total, out = model.scan_tokens(network, count, 0, jnp.arange(15).reshape(3, 5))
+    assert total == chunks
+    np.testing.assert_array_equal(out, np.arange(15))
+
+
 def test_initial_scales():
     """Embedding std 1, matrices std 1/sqrt(in), norms one, biases zero."""
     config = dataclasses.replace(TOY, d_model=128, d_ff=256, vocab_size=300)
@@ -165,6 +185,8 @@ def test_initial_scales():
         else:
             assert (a == (0 if name.endswith("bias") else 1)).all()
     assert (params["final_norm"] == 1).all()
+    drawn = [params["embedding"][:9, 0], params["head"][:9, 0], *(params["blocks"][k][0, :9, 0] for k in ("wq", "wo"))]
+    assert all(abs(np.corrcoef(drawn)[i, j]) < 0.99 for i in range(4) for j in range(i))  # none drawn twice
 
 
 @pytest.mark.parametrize(
