@@ -208,6 +208,25 @@ def test_ctrl_c_ends_a_real_process_cleanly(here):
     assert everything("r")[".t"] >= 2
 
 
+def test_a_second_signal_does_not_wait():
+    """While training, the first one ends the run at its next safe point, the second at once; else the first does."""
+    live = train.Live(None)
+    live.training = True
+    live.caught(signal.SIGINT, None)
+    with pytest.raises(train.Stop):
+        live.check()
+    with pytest.raises(train.Stop):
+        live.caught(signal.SIGINT, None)
+    with pytest.raises(train.Stop):
+        train.Live(None).caught(signal.SIGTERM, None)
+
+
+def test_a_log_has_no_number_that_json_has_not(tmp_path):
+    with pytest.raises(ValueError, match="JSON"):
+        checkpoint.write_log(tmp_path, [{"val_loss": float("nan")}])
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_finished_run_is_not_run_again(here, capsys):
     assert run("--method", "muon", "--out", "r") == 0
     before, table = Path("r/checkpoint.npz").stat().st_mtime_ns, capsys.readouterr().out.split("train_loss")[1]

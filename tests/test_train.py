@@ -47,6 +47,7 @@ def test_a_run_leaves_its_log_its_config_and_its_state(here, capsys, method):
     assert everything("r")[".t"] == 3
     out = capsys.readouterr().out
     assert report.HEADER in out and f"{log[3]['val_loss']:.4f}" in out and "bits a byte" in out
+    assert f"{log[3]['tokens']:,} tokens, {3 * fresh:,} of them for line search" in out
 
 
 def test_evaluation_is_the_mean_over_held_out_windows(here):
