@@ -206,15 +206,17 @@ def test_fault_5_clip_0_does_not_zero_the_update(cls, float64):
 
 
 def test_muon_clips_each_group_by_its_own_norm(float64):
-    """A large gradient of the embedding does not shrink the matrices' part."""
+    """A large gradient of the embedding does not shrink the matrices' part; one of theirs comes down to norm 1."""
     params = random_params(TOY)
     grad = jax.tree.map(lambda a: 1e-3 * jnp.ones_like(a), params)
     large = {**grad, "embedding": 1e6 * grad["embedding"]}
+    larger = {**grad, "blocks": jax.tree.map(lambda a: 1e6 * a, grad["blocks"])}
     optimizer = baselines.muon(0.1, 0.95, 0.0, 1.0)
-    state = optimizer.init(params)
-    update = jax.jit(optimizer.update)
-    momentum = [update(g, state, params)[1].inner_states["muon"] for g in (grad, large)]
-    assert_same(*momentum)
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    momentum = [update(g, state, params)[1].inner_states["muon"] for g in (grad, large, larger)]
+    assert_same(*momentum[:2])
+    leaves = [a for a in jax.tree.leaves(momentum[2]) if a.ndim == 3]
+    np.testing.assert_allclose(np.sqrt(sum((a**2).sum() for a in leaves)), 1 - 0.95, rtol=1e-9)
 
 
 def test_weight_decay_reaches_matrices_only(float64):
