@@ -1,7 +1,7 @@
 """Would the tests notice? `python tests/mutants.py`: each fault below is put into a copy of the code and the tests run.
 
 A fault is one line of code, changed. The tests of the file that it is in run first, until four have failed, and where
-none does, those of all the others; golden numbers are left out, as they would notice anything and explain nothing. What is
+none does, those of the others, until one has; golden numbers are left out, as they would notice anything and explain nothing. What is
 printed is a table of faults and of the tests that notice them; exit status 1 if one is noticed by none. Words on the
 command line choose the faults whose file or description holds one of them. About an hour on two cores.
 """
@@ -182,9 +182,9 @@ def copy(folder):
             shutil.copy(ROOT / name, folder / name)
 
 
-def failing(folder, tests, processes=0):
-    """The names of the tests in these files that fail, or what else went wrong."""
-    command = [sys.executable, "-m", "pytest", "-n", str(processes), "-q", "--tb=no", "-rfE", "--maxfail=4", "-p", "no:cacheprovider", *tests]
+def failing(folder, tests, most, processes=0):
+    """The names of the tests in these files that fail, the first ones, or what else went wrong."""
+    command = [sys.executable, "-m", "pytest", "-n", str(processes), "-q", "--tb=no", "-rfE", f"--maxfail={most}", "-p", "no:cacheprovider", *tests]
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1800)
     except subprocess.TimeoutExpired:
@@ -208,7 +208,7 @@ def noticed(fault):
         text = path.read_text()
         assert text.count(line) == 1, f"{file}: {what}: its line is there {text.count(line)} times"
         path.write_text(text.replace(line, wrong))
-        found = failing(folder, test_files(near)) or failing(folder, test_files(n for n in every if n not in near))
+        found = failing(folder, test_files(near), 4) or failing(folder, test_files(n for n in every if n not in near), 1)
     print(f"{file:16} {what}: {', '.join(found) or 'NOT NOTICED'}", flush=True)
     return found
 
@@ -219,7 +219,7 @@ def main(words):
         sys.exit("\n".join(f"{file}: {what}: its line is not there once" for file, what, *_ in broken))
     with tempfile.TemporaryDirectory() as folder:
         copy(Path(folder))
-        if failed := failing(folder, ["tests"], JOBS):
+        if failed := failing(folder, ["tests"], 4, JOBS):
             sys.exit(f"without any fault these tests fail: {', '.join(failed)}")
     with ThreadPoolExecutor(JOBS) as pool:
         results = list(pool.map(noticed, faults))
