@@ -1,9 +1,9 @@
 """Would the tests notice? `python tests/mutants.py`: each fault below is put into a copy of the code and the tests run.
 
 A fault is one line of code, changed. The tests of the file that it is in run first, until four have failed, and where
-none does, those of the others, until one has; golden numbers are left out, as they would notice anything and explain nothing. What is
-printed is a table of faults and of the tests that notice them; exit status 1 if one is noticed by none. Words on the
-command line choose the faults whose file or description holds one of them. About an hour on two cores.
+none does, those of the others, until one has; golden numbers are left out, as they would notice anything and explain
+nothing. What is printed is a table of faults and of the tests that notice them; exit status 1 if one is noticed by none.
+Words on the command line choose the faults whose file or description holds one of them. An hour and a half on two cores.
 """
 
 import os
