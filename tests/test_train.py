@@ -145,6 +145,15 @@ def test_a_warm_up_belongs_to_its_text(here):
     assert len(list(Path("data").glob("warmup-*.npz"))) == 2
 
 
+def test_the_warm_up_is_adamw_on_single_inner_batches(here, monkeypatch):
+    """Section 5: at a constant learning rate, here after a linear rise over the first tenth."""
+    seen, original = [], baselines.init
+    monkeypatch.setattr(baselines, "init", lambda params, config: seen.append(config) or original(params, config))
+    assert run("--method", "gn", "--out", "r") == 0
+    assert type(seen[0]) is baselines.AdamW and (seen[0].inner_steps, seen[0].outer_steps) == (1, 2)
+    assert (seen[0].lr, seen[0].schedule, seen[0].warmup) == (0.002, "constant", 0.1)
+
+
 def test_a_diverging_warm_up_is_not_kept(here, capsys):
     assert run("--method", "gn", "--out", "r", "--warmup-lr", "1e38", "--tokens", "20k") == 1
     assert "try a smaller --warmup-lr" in capsys.readouterr().err
