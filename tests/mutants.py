@@ -225,7 +225,7 @@ def main(words):
         results = list(pool.map(noticed, faults))
     print("\n| file | fault | noticed by |\n| --- | --- | --- |")
     for (file, what, *_), found in zip(faults, results, strict=True):
-        print(f"| `{file}` | {what} | {', '.join(found) or '**none**'} |")
+        print(f"| `{file}` | {what} | {', '.join(f'`{name}`' for name in found) or '**none**'} |")
     missed = sum(not found for found in results)
     print(f"\n{len(faults)} faults, {missed} not noticed")
     return 1 if missed else 0
