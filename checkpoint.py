@@ -97,7 +97,7 @@ def check_folder(folder, config):
         return
     try:
         old = json.loads((folder / "config.json").read_text())
-        then, _ = old["config"], old["about"]["code"]
+        then, _ = old["config"], old["about"]["code"]  # the latter for open_folder
     except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(f"{folder} is there and is not a run; give another --out") from None
     differ = [f"{k} {then.get(k)} -> {config[k]}" for k in config if then.get(k) != config[k]]

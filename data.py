@@ -108,11 +108,6 @@ class Corpus(NamedTuple):
     val: np.ndarray  # uint16 ids of the held-out documents, memory-mapped
     meta: dict  # counts of documents, tokens and bytes, and the sha256 of the two files
 
-    @property
-    def digest(self):
-        """A hash of the text of both sides, in hexadecimal."""
-        return hashlib.sha256(json.dumps(self.meta["sha256"]).encode()).hexdigest()[:12]
-
 
 def prepare(corpus, tok, context, folder="data"):
     """The corpus as token files in `folder`, made at the first call and found again later.

@@ -108,8 +108,7 @@ def learning_rate(t, k, config):
 def quadratic(z, y, ell=model.cross_entropy):
     """ℓ(z), and L2 as a function of v: v -> L2, u, where u = g + H v is its gradient.
 
-    z: logits f(θ_t); v: their change J δ; u: all [c, V]; y: labels, int32 [c]. Losses are sums over the c tokens. ell:
-    ℓ(z, y), any loss that is convex in z.
+    z: logits f(θ_t); v: their change J δ; u: all [c, V]; y: labels, int32 [c]; ell: ℓ(z, y), a sum over c, convex in z.
     """
     loss, (g, H) = ell(z, y), jax.linearize(jax.grad(lambda z: ell(z, y)), z)  # g = ∇ℓ(z),  H: v -> ∇²ℓ(z) v
     at = lambda v, Hv: (loss + jnp.vdot(g, v) + jnp.vdot(v, Hv) / 2, g + Hv)
@@ -193,8 +192,10 @@ def move(theta0, theta, alpha):
 
 @partial(jax.jit, static_argnames="network")
 def losses(theta0, theta, alphas, tokens, network):
-    """Loss at θ_t + α (θ - θ_t) for each of alphas [A] on one inner batch: [A]."""
-    return jax.lax.map(lambda alpha: model.loss(network, move(theta0, theta, alpha), tokens), alphas)
+    """Loss at θ_t + α (θ - θ_t) for each of alphas [A] on an inner batch: [A]; infinite if a weight is not finite."""
+    finite = jnp.array([jnp.isfinite(a).all() for a in jax.tree.leaves(theta)]).all()
+    at = lambda alpha: model.loss(network, move(theta0, theta, alpha), tokens)
+    return jax.lax.map(lambda alpha: jnp.where((alpha == 0) | finite, at(alpha), jnp.inf), alphas)
 
 
 def line_search(theta0, theta, fresh, config):
@@ -205,8 +206,7 @@ def line_search(theta0, theta, fresh, config):
     alphas = 2.0 ** (-jnp.arange(config.line_search) / 2)
     if config.guard:
         alphas = jnp.concatenate([jnp.zeros(1), alphas])  # θ_t first: argmin takes it unless another is below it
-    finite = jnp.array([jnp.isfinite(a).all() for a in jax.tree.leaves(theta)]).all()
-    total = jnp.where((alphas == 0) | finite, 0.0, jnp.inf)
+    total = jnp.zeros_like(alphas)
     for k in range(config.inner_steps):
         part = losses(theta0, theta, alphas, fresh(k), config.model)
         total = jax.block_until_ready(total) + part  # waits for the batch before: never more than one is in flight

@@ -262,7 +262,7 @@ def log_row(run, live, params, t, metrics):
     """What log.jsonl holds of outer step t. Raises FloatingPointError where the validation loss is not finite."""
     value, meta = evaluate(run, live, params), live.corpus.meta
     if not math.isfinite(value):
-        raise FloatingPointError(f"the loss is {value} at outer step {t}; the checkpoint stays; try a smaller --lr")
+        raise FloatingPointError(f"the loss is {value} at outer step {t}; the last save is kept; try a smaller --lr")
     bits = value / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
     tokens = (run.warmup_batches + t * run.step_batches) * run.inner_tokens
     row = {"step": t, "tokens": tokens, "tokens_line_search": t * run.settings.fresh_batches * run.inner_tokens}
@@ -342,7 +342,7 @@ def resume(run):
 def execute(run, corpus, live):
     """Starts a run or goes on with it; the rows of its log at the end."""
     (live.run, live.corpus), (state, rows) = (run, corpus), resume(run)
-    checkpoint.open_folder(run.config.out, run.values | {"out": None, "corpus": corpus.digest})
+    checkpoint.open_folder(run.config.out, run.values | {"out": None, "corpus": corpus.meta["sha256"]})
     report.opening(run, corpus)
     rows = train(run, state, rows, live)
     report.summary(run, rows)
@@ -379,7 +379,7 @@ def main(argv=None):
                 checkpoint.check_folder(run.config.out, run.values | {"out": None})
             corpora = [data.prepare(run.config.data, run.tokenizer, run.settings.model.context) for run in runs]
             for run, corpus in zip(runs, corpora, strict=True):
-                checkpoint.check_folder(run.config.out, {"corpus": corpus.digest})
+                checkpoint.check_folder(run.config.out, {"corpus": corpus.meta["sha256"]})
         except ValueError as error:
             print(f"train.py: {error}", file=sys.stderr)
             return 2

@@ -102,6 +102,7 @@ def random_params(config, seed=0):
     """Parameters at the scales of model.init, every norm and bias moved away from one and zero, so that no derivative
     is trivially right. Drawn by NumPy: nothing to compile."""
     rng, kind = np.random.default_rng(seed), jnp.zeros(()).dtype
+
     def draw(path, a):
         name, noise = path[-1].key, rng.normal(size=a.shape)
         if name in (*model.MATRICES, "head"):

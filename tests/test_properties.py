@@ -6,8 +6,7 @@
 
 One side of an identity is what gn.py, gn_prox.py and layerwise_gn.py compute; the other is that at another place, or
 is written here, with the logits of the whole batch, H in closed form, and nothing but jax.jvp, jax.vjp and jax.grad.
-Hypothesis draws the network
-by its number, and the seed of everything else; to try more networks, raise NETWORKS.
+Hypothesis draws the network by its number, and the seed of everything else; to try more networks, raise NETWORKS.
 """
 
 from functools import lru_cache, partial
@@ -257,8 +256,6 @@ def test_loss_is_exactly_quadratic_along_any_line(c):
 
 
 OBJECTIVES = {"quadratic": QUADRATIC, "exact": EXACT}
-
-
 METHODS = {"full": (QUADRATIC, gn.linearized), "prox": (EXACT, gn.linearized)}
 METHODS["layerwise"] = QUADRATIC, layerwise_gn.linearized
 
