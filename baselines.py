@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 
 import model
+import parallel
 from soap import scale_by_soap
 
 
@@ -177,10 +178,10 @@ def init(params, config):
     return State(params, average, config.optimizer(0.0).init(params), count, count, zero, grad)
 
 
-@partial(jax.jit, static_argnames="config")
+@partial(parallel.jit, static_argnames="config")
 def accumulate(state, tokens, config):
     """Adds loss and gradient of one inner batch, int32 [B, T+1]."""
-    loss, grad = model.value_and_grad(config.model, state.params, tokens)
+    loss, grad = parallel.mean(partial(model.value_and_grad, config.model))(state.params, tokens)
     return state._replace(k=state.k + 1, loss=state.loss + loss, grad=jax.tree.map(jnp.add, state.grad, grad))
 
 
@@ -190,7 +191,7 @@ def learning_rate(t, config):
     return config.lr * rise(t, config.warmup * config.outer_steps) * fall
 
 
-@partial(jax.jit, static_argnames="config")
+@partial(parallel.jit, static_argnames="config")
 def finish(state, config):
     """The optimizer step, on the mean gradient of the batch."""
     grad = jax.tree.map(lambda g: g / config.inner_steps, state.grad)

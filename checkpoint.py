@@ -18,9 +18,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import parallel
+
 
 def write_file(path, write):
-    """Calls write(file) on a temporary file, syncs it and renames it to path, which is never half written."""
+    """Calls write(file) on a temporary file, syncs it and renames it to path, which is never half written.
+
+    Of several processes only the first writes.
+    """
+    if jax.process_index() > 0:
+        return
     draft = Path(f"{path}.draft-{os.getpid()}")
     try:
         with open(draft, "wb") as f:
@@ -34,7 +41,7 @@ def write_file(path, write):
 
 def save(path, tree):
     """Writes a tree of arrays as .npz, each array in its own dtype under its path in the tree."""
-    leaves = {jax.tree_util.keystr(where): np.asarray(a) for where, a in jax.tree_util.tree_leaves_with_path(tree)}
+    leaves = {jax.tree_util.keystr(where): parallel.whole(a) for where, a in jax.tree_util.tree_leaves_with_path(tree)}
     write_file(path, lambda f: np.savez(f, **leaves))
 
 

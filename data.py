@@ -13,7 +13,9 @@ import os
 import shutil
 import sysconfig
 import tempfile
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -192,3 +194,19 @@ def sequences(tokens, context, seed, numbers):
 def batch(tokens, context, size, seed, index):
     """Batch number `index` of `size` sequences, int32 [size, context + 1]."""
     return sequences(tokens, context, seed, range(index * size, (index + 1) * size))
+
+
+class Ahead:
+    """index -> read(index), index < end, called in order: a thread reads the next one while the caller is at work."""
+
+    def __init__(self, read, end):
+        self.read, self.end, self.thread, self.next = read, end, ThreadPoolExecutor(1), {}
+        self.waited = 0.0  # seconds that callers waited
+
+    def __call__(self, index):
+        start = time.perf_counter()
+        this = self.next.get(index) or self.thread.submit(self.read, index)
+        self.next = {i: self.thread.submit(self.read, i) for i in [index + 1] if i < self.end}
+        batch = this.result()
+        self.waited += time.perf_counter() - start
+        return batch

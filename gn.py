@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 import baselines
 import model
+import parallel
 from baselines import averaged, cosine, rise
 
 SCHEDULES = ("constant+inner cosine", "global cosine", "global+inner cosine", "constant")
@@ -153,11 +154,12 @@ def value_and_grad(objective, linearized, theta0, delta, tokens, config):
     return (loss / size, value), grad
 
 
-@partial(jax.jit, static_argnames=("config", "objective", "linearized"))
+@partial(parallel.jit, static_argnames=("config", "objective", "linearized"))
 def inner_step(state, tokens, config, objective=quadratic, linearized=linearized):
     """One step of the inner optimizer on one inner batch, int32 [B, T+1]."""
     delta = jax.tree.map(jnp.subtract, state.theta, state.params)
-    (loss, value), grad = value_and_grad(objective, linearized, state.params, delta, tokens, config)
+    at = parallel.mean(partial(value_and_grad, objective, linearized, config=config))
+    (loss, value), grad = at(state.params, delta, tokens)
     descend = optimizer(learning_rate(state.t, state.k, config), config)
     step, opt = descend.update(grad, state.opt, state.theta)
     theta = jax.tree.map(jnp.add, state.theta, step)
@@ -166,14 +168,14 @@ def inner_step(state, tokens, config, objective=quadratic, linearized=linearized
     return state._replace(theta=theta, average=average, opt=opt, k=state.k + 1, **sums)
 
 
-@partial(jax.jit, static_argnames=("config", "linearized"))
+@partial(parallel.jit, static_argnames=("config", "linearized"))
 def solve(state, tokens, config, linearized=linearized):
     """θ = θ_t - (G + λI)⁻¹ ∇L(θ_t) by conjugate gradients from δ = 0; tokens: int32 [N, B, T+1], the whole batch."""
     N, zero = tokens.shape[0], jax.tree.map(jnp.zeros_like, state.params)
 
     def mean(objective, delta):  # of the objective's values and gradient over the inner batches
-        of = lambda part: value_and_grad(objective, linearized, state.params, delta, part, config)
-        add = lambda total, part: (jax.tree.map(jnp.add, total, of(part)), None)
+        at = parallel.mean(partial(value_and_grad, objective, linearized, config=config))
+        add = lambda total, part: (jax.tree.map(jnp.add, total, at(state.params, delta, part)), None)
         start = (2 * (jnp.zeros_like(state.loss),), zero)
         return jax.tree.map(lambda a: a / N, jax.lax.scan(add, start, tokens)[0])
 
@@ -194,7 +196,7 @@ def move(theta0, theta, alpha):
 def losses(theta0, theta, alphas, tokens, network):
     """Loss at θ_t + α (θ - θ_t) for each of alphas [A] on an inner batch: [A]; infinite if a weight is not finite."""
     finite = jnp.array([jnp.isfinite(a).all() for a in jax.tree.leaves(theta)]).all()
-    at = lambda alpha: model.loss(network, move(theta0, theta, alpha), tokens)
+    at = lambda alpha: parallel.mean(partial(model.loss, network))(move(theta0, theta, alpha), tokens)
     return jax.lax.map(lambda alpha: jnp.where((alpha == 0) | finite, at(alpha), jnp.inf), alphas)
 
 
@@ -213,7 +215,7 @@ def line_search(theta0, theta, fresh, config):
     return alphas[jnp.argmin(jnp.where(jnp.isfinite(total), total, jnp.inf))]
 
 
-@partial(jax.jit, static_argnames="config")
+@partial(parallel.jit, static_argnames="config")
 def finish(state, alpha, config):
     """The state at the next outer step: θ_{t+1} = θ_t + α (θ - θ_t); θ and its momentum stay unless α = 0.
 

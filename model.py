@@ -31,7 +31,7 @@ class Config:
     n_kv_heads: int = 8  # key-value heads, G; fewer than n_heads = grouped-query attention
     mlp: str = "gelu"  # gelu (two matrices, tanh form) | swiglu (three, gated: the textbook LLaMA)
     qk_norm: bool = True  # LayerNorm on queries and keys before the rotation; false = the textbook LLaMA
-    dtype: str = "float32"  # float32 | bfloat16: of matrix products; parameters, norms, softmax and loss stay float32
+    dtype: str = "float32"  # float32 | bfloat16 (on a GPU the default): of matrix products; all else stays float32
     head_chunk: int = 4096  # tokens at most whose logits are held at a time: lower it when memory runs out
 
     def __post_init__(self):

@@ -19,15 +19,16 @@ def opening(run, corpus):
     """Says what is about to run."""
     config, network = run.config, run.settings.model
     print(" ".join(f"{name}={value}" for name, value in run.values.items()))
-    device = jax.devices()[0].device_kind
+    used, idle = run.mesh.size, jax.device_count() - run.mesh.size
+    device = f"{used} x {jax.devices()[0].device_kind}"
+    device += f" ({idle} idle: they do not divide an inner batch of {config.inner_batch} sequences)" if idle else ""
     tokens = corpus.meta["train_tokens"]
     inner = f"{run.settings.inner_steps} x {config.inner_batch} x {network.context}"
     print(f"{run.parameters:,} parameters on {device}; {tokens:,} training tokens in {config.data}")
     print(f"{config.steps} outer steps of {config.batch:,} tokens: {inner} (inner batches, sequences, positions)")
-    batches = run.warmup_batches + config.steps * run.step_batches
-    epochs = batches * config.inner_batch / data.windows(corpus.train, network.context)
+    epochs = run.batches * config.inner_batch / data.windows(corpus.train, network.context)
     if epochs > 1:
-        print(f"the run reads {batches * run.inner_tokens:,} tokens: the corpus {epochs:.1f} times")
+        print(f"the run reads {run.batches * run.inner_tokens:,} tokens: the corpus {epochs:.1f} times")
 
 
 def summary(run, rows):
@@ -36,6 +37,7 @@ def summary(run, rows):
     loss, bits, tokens, search = (last[name] for name in ("val_loss", "val_bpb", "tokens", "tokens_line_search"))
     print(f"validation loss {loss:.4f}, {bits:.4f} bits a byte, after {last['step']} outer steps")
     print(f"{tokens:,} tokens, {search:,} of them for line search; {seconds:.0f} s, evaluation not included")
+    print(f"{sum(row['input_wait'] for row in rows) / seconds:.1%} of that time was spent waiting for input")
     refused = sum(row["refused"] or 0 for row in rows)
     if refused:
         print(f"{refused} steps were refused, as no step size lowered the loss: try a smaller --lr")

@@ -14,6 +14,7 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,12 +30,13 @@ import gn
 import gn_prox
 import layerwise_gn
 import model
+import parallel
 import report
 
 METHODS = {method.__name__: (method, method.Config) for method in (gn, gn_prox, layerwise_gn)}
 METHODS |= {cls.__name__.lower(): (baselines, cls) for cls in (baselines.AdamW, baselines.Muon, baselines.SOAP)}
 DERIVED = ("model", "inner_steps", "outer_steps")  # fields of a method's Config that are not flags
-loss = jax.jit(model.loss, static_argnums=0)
+loss = jax.jit(lambda network, *args: parallel.mean(partial(model.loss, network))(*args), static_argnums=0)
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Config:
     target_loss: float = None  # nats a token: stop at the first evaluation at or below it (Section 6.1.1)
     warmup_fraction: float = 0.05  # tokens of the AdamW warm-up, over --tokens (Section 5)
     warmup_lr: float = 0.002  # peak learning rate of the warm-up, after a linear rise over its first tenth
+    shard: bool = False  # true = spread matrices, optimizer state and gradient over the devices, to save memory
     seed: int = 0  # of the parameters and of the order of the data
     out: str = None  # folder of the run, or of a grid's runs; default: runs/ and a name made of the settings
 
@@ -94,6 +97,7 @@ class Run(NamedTuple):
     config: Config
     method: Any  # the module: init and update
     settings: Any  # the method's Config, sizes filled in
+    mesh: jax.sharding.Mesh  # the devices
     tokenizer: data.Tokenizer
     parameters: int  # how many the model has
     values: dict  # of every flag
@@ -113,6 +117,11 @@ class Run(NamedTuple):
         """Inner batches that an outer step reads, line search included."""
         return self.settings.inner_steps + self.settings.fresh_batches
 
+    @property
+    def batches(self):
+        """Inner batches that the whole run reads."""
+        return self.warmup_batches + self.config.steps * self.step_batches
+
 
 # ---- the command line ----------------------------------------------------------------------------------------------
 
@@ -124,6 +133,7 @@ def parse(argv):
     fields = flags.fields_of(Config) | flags.fields_of(METHODS[method][1], DERIVED) | flags.fields_of(model.Config)
     values = {name: default for name, (_, default, _) in fields.items()} | dataclasses.asdict(model.PRESETS[preset])
     values |= {**DEFAULTS[preset], **(tuned := TUNED.get((preset, method), {})), "vocab_size": 0}
+    values["dtype"] = "bfloat16" if jax.default_backend() == "gpu" else "float32"
     given = flags.parse(argv, fields, values, __doc__)
     values |= {"steps": None} if "tokens" in given else {}
     if {"schedule", "line_search"} & given.keys():  # what goes with the tuned ones goes with them
@@ -157,7 +167,8 @@ def configure(argv, home=None):
     digest = checkpoint.digest(values, checkpoint.code())[:6]
     name = f"{config.method}-{config.model}-{batch}-lr{settings.lr}-seed{config.seed}-{digest}"
     values["out"] = f"{home or 'runs'}/{name}" if home or not config.out else config.out
-    return Run(Config(**pick(Config)), method, settings, tokenizer, parameters, values)
+    mesh = parallel.mesh(config.inner_batch, config.shard)
+    return Run(Config(**pick(Config)), method, settings, mesh, tokenizer, parameters, values)
 
 
 # ---- training ------------------------------------------------------------------------------------------------------
@@ -171,18 +182,23 @@ class Live:
     """What goes on around a step: batches are read, bars move, the newest state is at hand, a signal ends it."""
 
     def __init__(self, run):
-        self.run, self.training, self.bars = run, False, []
-        self.corpus = self.signal = self.state = None
+        self.run, self.training, self.bars, self.signal = run, False, [], 0
+        self.corpus = self.state = self.ahead = None
 
     def caught(self, number, frame):
-        """Signal handler. While training the run ends at the next `check`: raising here could hit JAX anywhere."""
+        """Signal handler. While training the run ends at the next `check`: raising here could hit JAX anywhere.
+
+        So it does where other processes would wait for this one.
+        """
         again, self.signal = self.signal, number
-        if again or not self.training:
+        if again or not (self.training or jax.process_count() > 1):
             raise Stop
 
     def check(self):
-        """Raises Stop where a signal came."""
-        if self.signal:
+        """Raises Stop where a signal came, to this process or another: all ask at the same places."""
+        agreed = parallel.largest(self.signal)
+        if agreed:
+            self.signal = agreed
             raise Stop
 
     def read(self, first):
@@ -192,8 +208,7 @@ class Live:
             self.check()
             for bar in self.bars:
                 bar.update(self.run.inner_tokens)
-            config, context = self.run.config, self.run.settings.model.context
-            return data.batch(self.corpus.train, context, config.inner_batch, config.seed, first + k)
+            return self.ahead(first + k)
 
         return batch
 
@@ -207,7 +222,7 @@ class Live:
     def bar(self, title, batches, done=0):
         """A bar over the tokens of so many inner batches, with tokens/s and time left."""
         inner = self.run.inner_tokens
-        form = dict(unit="tok", unit_scale=True, leave=False, disable=None)
+        form = dict(unit="tok", unit_scale=True, leave=False, disable=jax.process_index() > 0 or None)
         with tqdm(total=batches * inner, initial=done * inner, desc=title, **form) as bar:
             self.bars.append(bar)
             try:
@@ -223,19 +238,20 @@ def warm_up(run, live):
     """
     config, network, steps = run.config, run.settings.model, run.warmup_batches
     made = {"params": model.init(network, jax.random.key(config.seed)), "loss": jnp.full((), jnp.nan)}
+    made = parallel.put(run.mesh, made)
     if not steps:
         return made["params"], None
     settings = baselines.AdamW(network, 1, steps, lr=config.warmup_lr, schedule="constant", warmup=0.1)
     about = [jax.__version__, jax.devices()[0].device_kind, checkpoint.code("model", "attention", "baselines", "data")]
     key = checkpoint.digest(repr(settings), config.inner_batch, config.seed, live.corpus.meta["sha256"], about)
     path = Path("data") / f"warmup-{key[:12]}.npz"
-    if path.exists():
+    if not parallel.largest(not path.exists()):
         try:
-            made = checkpoint.load(path, made)
+            made = parallel.put(run.mesh, checkpoint.load(path, made))
             return made["params"], made["loss"]
         except ValueError as error:
             print(f"{error}; the warm-up is made again", file=sys.stderr)
-    state = baselines.init(made["params"], settings)
+    state = parallel.jit(baselines.init, static_argnums=1)(made["params"], settings)
     with live.bar("warm-up", steps):
         for i in range(steps):  # not live.watch, which keeps what a stopped run saves
             state, metrics = baselines.update(state, live.read(i), None, settings, lambda s: jax.block_until_ready(s.k))
@@ -254,7 +270,7 @@ def evaluate(run, live, params):
     for i in range(0, windows, size):
         live.check()
         rows = data.sequences(live.corpus.val, context, 0, range(i, min(i + size, windows)))
-        total += loss(run.settings.model, params, rows) * len(rows)
+        total += loss(run.settings.model, params, parallel.rows(run.mesh, rows)) * len(rows)
     return float(total) / windows
 
 
@@ -268,6 +284,7 @@ def log_row(run, live, params, t, metrics):
     row = {"step": t, "tokens": tokens, "tokens_line_search": t * run.settings.fresh_batches * run.inner_tokens}
     row |= {"train_loss": metrics.get("train_loss"), "val_loss": value, "val_bpb": bits}
     row |= {name: metrics.get(name) for name in ("lr", "alpha", "inner_loss", "seconds", "refused")}
+    row["input_wait"] = live.ahead.waited
     row = {name: float(x) if isinstance(x, jax.Array) else x for name, x in row.items()}
     return {name: x if x is None or math.isfinite(x) else None for name, x in row.items()}
 
@@ -284,7 +301,7 @@ def train(run, state, rows, live):
             start = time.perf_counter()
             params, metrics["train_loss"] = warm_up(run, live)
             metrics["seconds"] = time.perf_counter() - start
-            state = run.method.init(params, run.settings)
+            state = parallel.jit(run.method.init, static_argnums=1)(params, run.settings)
         t0 = int(state.t)
         print(report.HEADER, *map(report.table_row, rows), sep="\n")
         with live.bar(config.method, config.steps * run.step_batches, t0 * run.step_batches):
@@ -294,7 +311,7 @@ def train(run, state, rows, live):
                     rows.append(log_row(run, live, baselines.weights(state), t, metrics))
                     checkpoint.write_log(folder, rows)
                     checkpoint.save(folder / "checkpoint.npz", state)
-                    live.state, metrics = None, {}
+                    live.state, live.ahead.waited, metrics = None, 0.0, {}
                     tqdm.write(report.table_row(rows[-1]))
                 if t == config.steps or (config.target_loss and rows[-1]["val_loss"] <= config.target_loss):
                     return rows
@@ -336,15 +353,19 @@ def resume(run):
         state = checkpoint.load(path, jax.eval_shape(init))
     except ValueError as error:
         raise OSError(error) from None
-    return state, [row for row in rows if row["step"] <= int(state.t)]
+    return parallel.put(run.mesh, state), [row for row in rows if row["step"] <= int(state.t)]
 
 
 def execute(run, corpus, live):
     """Starts a run or goes on with it; the rows of its log at the end."""
-    (live.run, live.corpus), (state, rows) = (run, corpus), resume(run)
-    checkpoint.open_folder(run.config.out, run.values | {"out": None, "corpus": corpus.meta["sha256"]})
+    config, (state, rows) = run.config, resume(run)
+    at = lambda i: data.batch(corpus.train, run.settings.model.context, config.inner_batch, config.seed, i)
+    live.run, live.corpus, live.ahead = run, corpus, data.Ahead(lambda i: parallel.rows(run.mesh, at(i)), run.batches)
+    parallel.wait()  # or another process would find the folder half made
+    checkpoint.open_folder(config.out, run.values | {"out": None, "corpus": corpus.meta["sha256"]})
     report.opening(run, corpus)
-    rows = train(run, state, rows, live)
+    with jax.set_mesh(run.mesh):
+        rows = train(run, state, rows, live)
     report.summary(run, rows)
     return rows
 
@@ -372,12 +393,14 @@ def main(argv=None):
     try:
         handlers = {number: signal.signal(number, live.caught) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
+            parallel.start()
             lines = flags.expand(sys.argv[1:] if argv is None else argv)
             home = flags.peek(lines[0], "out", "runs") if len(lines) > 1 else None
             runs = list({run.values["out"]: run for run in (configure(line, home) for line in lines)}.values())
             for run in runs:
                 checkpoint.check_folder(run.config.out, run.values | {"out": None})
-            corpora = [data.prepare(run.config.data, run.tokenizer, run.settings.model.context) for run in runs]
+            prepare = lambda run: data.prepare(run.config.data, run.tokenizer, run.settings.model.context)
+            corpora = parallel.first(lambda: list(map(prepare, runs)))
             for run, corpus in zip(runs, corpora, strict=True):
                 checkpoint.check_folder(run.config.out, {"corpus": corpus.meta["sha256"]})
         except ValueError as error:

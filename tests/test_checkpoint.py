@@ -20,7 +20,7 @@ import train
 
 
 @contextmanager
-def signal_at(call, module=data, name="batch", number=signal.SIGTERM):
+def signal_at(call, module=data.Ahead, name="__call__", number=signal.SIGTERM):
     """Within it, a signal comes with that call of module.name, counted from 0."""
     original, seen = getattr(module, name), []
 
@@ -89,7 +89,10 @@ def test_fault_7_the_average_is_in_every_save_and_goes_on_after_a_resume(here):
     assert_same_run("r", "whole")
 
 
-@pytest.mark.parametrize("module, name", [(data, "write"), (data, "batch"), (train, "evaluate"), (checkpoint, "save")])
+OUTSIDE = [(data, "write"), (data.Ahead, "__call__"), (train, "evaluate"), (checkpoint, "save")]
+
+
+@pytest.mark.parametrize("module, name", OUTSIDE)
 def test_a_signal_outside_of_steps_ends_the_run_too(here, capsys, module, name):
     """While the corpus is tokenized, in the warm-up, in an evaluation, while saving: one line, nothing broken."""
     with signal_at(0, module, name, signal.SIGINT):

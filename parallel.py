@@ -1,0 +1,132 @@
+"""A run on several devices: each has its share of a batch's sequences, and what they compute is averaged.
+
+The devices are a mesh with one axis, the context of a run (`jax.set_mesh`), whose name says how parameters, optimizer
+state and gradient lie. On "data" each device has them whole. On "shard" (--shard true) it has its part of every matrix;
+they are gathered before use, and each has its part of the gradient. Outside of `mean` the compiler sees to all of it.
+"""
+
+import os
+from functools import partial, wraps
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+
+def start():
+    """Joins the processes of a run, where variables say that there are several; to be called before JAX is used.
+
+    They are JAX_COORDINATOR_ADDRESS (host:port), JAX_NUM_PROCESSES and JAX_PROCESS_ID, or what srun and mpirun set.
+    Otherwise a CPU becomes a device for each core, as one device hardly uses a second. Raises ValueError where one of
+    the three is missing.
+    """
+    cores, variables = min(8, os.cpu_count() or 1), os.environ  # 8 sequences are an inner batch of `tiny`
+    several = variables.get("SLURM_NTASKS", "1") != "1" and "SLURM_STEP_NODELIST" in variables  # not a shell in a job
+    if "JAX_COORDINATOR_ADDRESS" in variables:
+        count, index = (variables.get(f"JAX_{name}") for name in ("NUM_PROCESSES", "PROCESS_ID"))
+        jax.distributed.initialize(num_processes=count and int(count), process_id=index and int(index))
+    elif several or "OMPI_MCA_orte_hnp_uri" in variables:
+        jax.distributed.initialize()
+    elif jax.config.jax_num_cpu_devices < 0 and "device_count" not in variables.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", cores)
+    devices = max(cores, jax.config.jax_num_cpu_devices)
+    variables.setdefault("NPROC", str(2 * devices + 2))  # XLA's threads: those that wait for another device need others
+
+
+def mesh(inner_batch, shard=False):
+    """The mesh of a run: as many devices, the same number of each process, as divide the sequences of an inner batch.
+
+    Raises ValueError where not even one device a process does.
+    """
+    processes, local = range(jax.process_count()), range(1, jax.local_device_count() + 1)
+    most = max((n for n in local if inner_batch % (n * len(processes)) == 0), default=0)
+    if not most:
+        raise ValueError(f"inner_batch is {inner_batch}; it must be a multiple of the {len(processes)} processes")
+    devices = [d for i in processes for d in [d for d in jax.devices() if d.process_index == i][:most]]
+    return jax.make_mesh((len(devices),), ("shard" if shard else "data",), (AxisType.Auto,), devices=devices)
+
+
+def spec(mesh, a):
+    """How an array of a state or a gradient lies: a matrix on "shard" in parts along its largest axis that divides."""
+    axes = [i for i, size in enumerate(a.shape) if size % mesh.size == 0]
+    if mesh.axis_names != ("shard",) or len(a.shape) < 2 or not axes:
+        return PartitionSpec()
+    return PartitionSpec(*max(axes, key=a.shape.__getitem__) * [None], "shard")
+
+
+def mean(f):
+    """f(.., tokens) as the mean over the devices of what f gives for their rows of tokens, int32 [B, T+1].
+
+    Where the rows do not divide by the devices, each takes them all.
+    """
+
+    def averaged(*args):
+        mesh, (*trees, tokens) = jax.sharding.get_abstract_mesh(), args
+        if mesh.size < 2:
+            return f(*args)
+        (name,) = mesh.axis_names
+        parts = jax.tree.map(partial(spec, mesh), trees)
+        out = jax.tree.map(partial(spec, mesh), jax.eval_shape(f, *args)) if name == "shard" else PartitionSpec()
+        whole = lambda a, s: jax.lax.all_gather(a, name, axis=len(s) - 1, tiled=True) if len(s) else a
+        scatter = lambda a, axis: jax.lax.psum_scatter(a, name, scatter_dimension=axis, tiled=True) / mesh.size
+        average = lambda s, tree: scatter(tree, len(s) - 1) if len(s) else jax.lax.pmean(tree, name)
+
+        def body(*args):
+            return jax.tree.map(average, out, f(*jax.tree.map(whole, list(args[:-1]), parts), args[-1]))
+
+        rows = PartitionSpec(name) if len(tokens) % mesh.size == 0 else PartitionSpec()
+        return jax.shard_map(body, in_specs=(*parts, rows), out_specs=out, check_vma=False)(*args)
+
+    return averaged
+
+
+def jit(f, **options):
+    """jax.jit of f, the arrays of whose result lie as `spec` says."""
+
+    @wraps(f)
+    def laid(*args, **named):
+        mesh, result = jax.sharding.get_abstract_mesh(), f(*args, **named)
+        lay = lambda a: jax.lax.with_sharding_constraint(a, spec(mesh, a))
+        return result if mesh.size < 2 else jax.tree.map(lay, result)
+
+    return jax.jit(laid, **options)
+
+
+def put(mesh, tree):
+    """Arrays that every process has, on the devices as `spec` says."""
+    return jax.tree.map(lambda a: place(mesh, a, spec(mesh, a)), tree)
+
+
+def place(mesh, a, parts):
+    """An array that every process has, on the devices in these parts."""
+    return jax.make_array_from_callback(a.shape, NamedSharding(mesh, parts), np.asarray(a).__getitem__)
+
+
+def rows(mesh, tokens):
+    """An inner batch that every process has, int32 [B, T+1], each device's rows on it; all where they do not divide."""
+    return place(mesh, tokens, PartitionSpec() if len(tokens) % mesh.size else PartitionSpec(*mesh.axis_names))
+
+
+def whole(a):
+    """An array in NumPy, wherever its parts are; every process must ask for it."""
+    return np.asarray(a if a.is_fully_addressable else multihost_utils.process_allgather(a, tiled=True))
+
+
+def largest(number):
+    """The largest of the processes' numbers; every process must ask."""
+    return number if jax.process_count() == 1 else int(multihost_utils.process_allgather(np.int32(number)).max())
+
+
+def wait():
+    """Until every process is here."""
+    multihost_utils.sync_global_devices("wait")
+
+
+def first(work):
+    """work(), in process 0 before the others, which then find what it has left on disk."""
+    try:
+        return work() if jax.process_index() == 0 else wait() or work()
+    finally:
+        if jax.process_index() == 0:
+            wait()

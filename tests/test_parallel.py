@@ -1,0 +1,250 @@
+"""Several devices, spread arrays and several processes come to what one device does; batches are read ahead."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from conftest import AS_A_USER, SMALL, TOY, everything, many, random_params, rows, run
+from jax.sharding import PartitionSpec
+
+import checkpoint
+import data
+import gn
+import parallel
+import train
+
+CASES = {name: (module, cls, {}) for name, (module, cls) in train.METHODS.items()}
+CASES["cg"] = (gn, gn.Config, {"inner": "cg", "damping": 0.1, "cg_steps": 4})
+CASES["soap"] = (*CASES["soap"][:2], {"largest": 8})  # of a longer side's factor the eigenvectors are not unique
+
+
+
+
+def assert_close(a, b, **tolerance):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(np.asarray(x), np.asarray(y), **tolerance), a, b)
+
+
+def stepped(case):
+    """The state after an outer step of a method on a toy network, its batches of four sequences, and its metrics.
+
+    After two of SOAP, whose first makes its basis only.
+    """
+    module, cls, more = CASES[case]
+    config = cls(TOY, 2, 3, **more)
+    state = parallel.jit(module.init, static_argnums=1)(random_params(TOY), config)
+    if case == "soap":
+        state, _ = module.update(state, *many(TOY, 4), config)
+    return module.update(state, *many(TOY, 4), config)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_method_makes_the_same_step_on_any_number_of_devices(float64, monkeypatch, case):
+    """On one, on two, and on four with the arrays spread: each device then has a fourth of each that can be cut."""
+    expected = stepped(case)
+    for n, shard in ((2, False), (4, True)):
+        monkeypatch.setattr(jax, "local_device_count", lambda n=n: n)
+        mesh = parallel.mesh(4, shard)
+        assert mesh.size == n
+        with jax.set_mesh(mesh):
+            state, metrics = stepped(case)
+        assert_close((state, metrics), expected, rtol=1e-7, atol=1e-9)
+        cut = [a for a in jax.tree.leaves(state) if a.ndim > 1]
+        assert len(cut) > 30
+        for a in cut:
+            (part,) = {shard.data.size for shard in a.addressable_shards}
+            assert part == (a.size // 4 if shard else a.size) and len(a.addressable_shards) == n
+
+
+def test_an_array_is_cut_along_its_largest_axis_that_divides():
+    mesh, zeros = parallel.mesh(4, shard=True), lambda *shape: jax.eval_shape(lambda: np.zeros(shape))
+    assert parallel.spec(mesh, zeros(3, 8, 16)) == PartitionSpec(None, None, "shard")
+    assert parallel.spec(mesh, zeros(11, 8)) == PartitionSpec(None, "shard")
+    assert parallel.spec(mesh, zeros(16, 8)) == PartitionSpec("shard")
+    for whole in (zeros(), zeros(16), zeros(3, 5)):
+        assert parallel.spec(mesh, whole) == PartitionSpec()
+    assert parallel.spec(parallel.mesh(4), zeros(16, 8)) == PartitionSpec()
+
+
+def test_a_device_sees_its_own_rows_or_all_of_them():
+    """Of eight rows two; of six, which four devices cannot share, all. The mean is the same."""
+    seen = []
+
+    def f(x, tokens):
+        seen.append(tokens.shape)
+        return x * tokens.mean()
+
+    for n, local in ((8, 2), (6, 6)):
+        tokens = np.arange(n * 3, dtype=np.float32).reshape(n, 3)
+        with jax.set_mesh(parallel.mesh(4)):
+            np.testing.assert_allclose(parallel.mean(f)(np.float32(2), tokens), 2 * tokens.mean())
+        assert seen[-1] == (local, 3)
+        placed = parallel.rows(parallel.mesh(4), tokens)
+        assert placed.addressable_shards[0].data.shape == (local, 3)
+        np.testing.assert_array_equal(placed, tokens)
+
+
+def test_a_run_is_the_same_on_one_two_and_four_devices_and_spread(here, capsys):
+    """By the command line, to the rounding of float32; the opening says on how many, and how many are idle."""
+    for out, n, more in (("a", 1, []), ("b", 2, []), ("c", 4, []), ("d", 4, ["--shard", "true"])):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jax, "local_device_count", lambda n=n: n)
+            assert run("--method", "gn", "--out", out, *more) == 0
+        said = capsys.readouterr().out
+        assert f"parameters on {n} x cpu" in said and (f"{4 - n} idle" in said) == (n < 4)
+    for out in ("b", "c", "d"):
+        assert_close(everything(out), everything("a"), rtol=1e-2, atol=1e-4)
+        assert_close([row["val_loss"] for row in rows(out)], [row["val_loss"] for row in rows("a")], rtol=1e-5)
+
+
+def test_a_checkpoint_of_four_devices_goes_on_on_two(here, monkeypatch):
+    """Spread over four, stopped in its second step, spread over two; the state on disk is whole."""
+    flags = ["--method", "muon", "--shard", "true"]
+    assert run(*flags, "--out", "whole") == 0
+    original = data.Ahead.__call__
+
+    def stop(self, index):
+        if index == 2 + 3 + 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, index)
+
+    monkeypatch.setattr(data.Ahead, "__call__", stop)
+    assert run(*flags, "--out", "r") == 143
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(jax, "local_device_count", lambda: 2)
+    assert run(*flags, "--out", "r") == 0
+    assert_close(everything("r"), everything("whole"), rtol=1e-2, atol=1e-4)
+
+
+def test_the_most_devices_that_divide_an_inner_batch(monkeypatch):
+    assert [parallel.mesh(n).size for n in (1, 2, 3, 4, 6, 8)] == [1, 2, 3, 4, 3, 4]
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="inner_batch is 3; it must be a multiple of the 2 processes"):
+        parallel.mesh(3)
+
+
+@pytest.mark.parametrize(
+    "variables, joins",
+    [
+        ({}, None),
+        ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"}, (3, 2)),
+        ({"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "n[1-2]"}, ()),
+        ({"SLURM_NTASKS": "2"}, None),
+        ({"OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:3"}, ()),
+    ],
+)
+def test_processes_join_where_variables_say_that_there_are_several(monkeypatch, variables, joins):
+    """A shell inside a SLURM job, where no step was started, is one process."""
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **named: calls.append(tuple(named.values())))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    parallel.start()
+    assert calls == ([] if joins is None else [joins])
+
+
+# ---- several processes ----------------------------------------------------------------------------------------------
+
+
+def together(*flags):
+    """Two processes that train as one, started."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    command = [sys.executable, train.__file__, *SMALL, "--data", "text.txt", *flags]
+    env = AS_A_USER | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
+    env |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_NUM_CPU_DEVICES": "2"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return [subprocess.Popen(command, env=env | {"JAX_PROCESS_ID": str(i)}, **pipes) for i in range(2)]
+
+
+def ended(processes):
+    """Status, output and errors of each."""
+    return [(process.returncode, out, err) for process in processes for out, err in [process.communicate(timeout=300)]]
+
+
+@pytest.mark.parametrize("more", [[], ["--shard", "true"]])
+def test_two_processes_train_as_one(here, more):
+    """The same parameters; only the first one writes and prints."""
+    (status, out, err), (status1, out1, err1) = ended(together("--method", "gn", "--out", "two", *more))
+    assert (status, status1) == (0, 0), err + err1
+    assert "parameters on 4 x cpu" in out and "validation loss" in out and not out1
+    assert run("--method", "gn", "--out", "one", *more) == 0
+    assert_close(everything("two"), everything("one"), rtol=1e-2, atol=1e-4)
+    assert_close([row["val_loss"] for row in rows("two")], [row["val_loss"] for row in rows("one")], rtol=1e-5)
+    assert not list(here.glob("**/*draft*"))
+
+
+def test_a_signal_to_one_process_ends_both(here):
+    """SIGTERM to the second: both end with its status, what is saved can be gone on with, by one process too."""
+    flags = ["--method", "gn", "--out", "r", "--steps", "2000"]
+    processes = together(*flags)
+    while all(process.poll() is None for process in processes) and not Path("r/checkpoint.npz").exists():
+        threading.Event().wait(0.05)
+    processes[1].send_signal(signal.SIGTERM)
+    for status, _, err in ended(processes):
+        assert status == 143, err
+        assert "the same command goes on from here" in err
+    assert everything("r")[".t"] < 2000
+
+
+# ---- reading ahead --------------------------------------------------------------------------------------------------
+
+
+def test_the_next_batch_is_read_before_it_is_asked_for_and_none_beyond_the_end():
+    read, seen = [], threading.Semaphore(0)
+
+    def source(index):
+        read.append(index)
+        seen.release()
+        return 10 * index
+
+    ahead = data.Ahead(source, 4)
+    assert ahead(1) == 10 and seen.acquire(timeout=60) and seen.acquire(timeout=60) and read == [1, 2]
+    assert [ahead(2), ahead(3)] == [20, 30]
+    assert read == [1, 2, 3] and ahead.waited > 0
+
+
+def test_what_goes_wrong_in_the_thread_is_raised_where_the_batch_is_asked_for():
+    def source(index):
+        if index == 2:
+            raise OSError("disk gone")
+        return index
+
+    ahead = data.Ahead(source, 9)
+    assert ahead(1) == 1
+    with pytest.raises(OSError, match="disk gone"):
+        ahead(2)
+
+
+def test_a_read_that_fails_ends_the_run_with_status_1(here, capsys, monkeypatch):
+    original = data.batch
+
+    def batch(tokens, context, size, seed, index):
+        if index == 4:
+            raise OSError("disk gone")
+        return original(tokens, context, size, seed, index)
+
+    monkeypatch.setattr(data, "batch", batch)
+    assert run("--method", "muon", "--out", "r") == 1
+    assert capsys.readouterr().err == "train.py: disk gone\n"
+
+
+def test_time_spent_waiting_for_input_is_logged(here, capsys):
+    assert run("--method", "muon", "--out", "r") == 0
+    assert all(0 < row["input_wait"] < row["seconds"] for row in rows("r"))
+    assert "% of that time was spent waiting for input" in capsys.readouterr().out
+
+
+def test_a_spread_array_is_saved_whole(tmp_path):
+    a = np.arange(32, dtype=np.float32).reshape(4, 8)
+    spread = parallel.put(parallel.mesh(4, shard=True), {"a": a})
+    checkpoint.save(tmp_path / "a.npz", spread)
+    np.testing.assert_array_equal(checkpoint.load(tmp_path / "a.npz", spread)["a"], a)
