@@ -6,6 +6,7 @@ they are gathered before use, and each has its part of the gradient. Outside of 
 """
 
 import os
+import sys
 from functools import partial, wraps
 
 import jax
@@ -18,8 +19,8 @@ def start():
     """Joins the processes of a run, where variables say that there are several; to be called before JAX is used.
 
     They are JAX_COORDINATOR_ADDRESS (host:port), JAX_NUM_PROCESSES and JAX_PROCESS_ID, or what srun and mpirun set.
-    Otherwise a CPU becomes a device for each core, as one device hardly uses a second. Raises ValueError where one of
-    the three is missing.
+    Only the first process prints. Where there is one, a CPU becomes a device for each core, as one device hardly uses a
+    second. Raises ValueError where one of the three is missing.
     """
     cores, variables = min(8, os.cpu_count() or 1), os.environ  # 8 sequences are an inner batch of `tiny`
     several = variables.get("SLURM_NTASKS", "1") != "1" and "SLURM_STEP_NODELIST" in variables  # not a shell in a job
@@ -30,8 +31,10 @@ def start():
         jax.distributed.initialize()
     elif jax.config.jax_num_cpu_devices < 0 and "device_count" not in variables.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", cores)
-    devices = max(cores, jax.config.jax_num_cpu_devices)
-    variables.setdefault("NPROC", str(2 * devices + 2))  # XLA's threads: those that wait for another device need others
+    threads = 2 * max(cores, jax.config.jax_num_cpu_devices)
+    variables.setdefault("NPROC", str(threads))  # XLA's: those that wait for a device leave it others
+    if jax.process_index() > 0:
+        sys.stdout = open(os.devnull, "w")
 
 
 def mesh(inner_batch, shard=False):
@@ -55,11 +58,13 @@ def spec(mesh, a):
     return PartitionSpec(*max(axes, key=a.shape.__getitem__) * [None], "shard")
 
 
-def mean(f):
-    """f(.., tokens) as the mean over the devices of what f gives for their rows of tokens, int32 [B, T+1].
+def rows(mesh, tokens):
+    """How tokens [B, T+1] lie: each device has its share of the rows, or all where they do not divide."""
+    return PartitionSpec() if len(tokens) % mesh.size else PartitionSpec(*mesh.axis_names)
 
-    Where the rows do not divide by the devices, each takes them all.
-    """
+
+def mean(f):
+    """f(.., tokens) as the mean over the devices of what f gives for their `rows` of tokens, int32 [B, T+1]."""
 
     def averaged(*args):
         mesh, (*trees, tokens) = jax.sharding.get_abstract_mesh(), args
@@ -71,12 +76,9 @@ def mean(f):
         whole = lambda a, s: jax.lax.all_gather(a, name, axis=len(s) - 1, tiled=True) if len(s) else a
         scatter = lambda a, axis: jax.lax.psum_scatter(a, name, scatter_dimension=axis, tiled=True) / mesh.size
         average = lambda s, tree: scatter(tree, len(s) - 1) if len(s) else jax.lax.pmean(tree, name)
-
-        def body(*args):
-            return jax.tree.map(average, out, f(*jax.tree.map(whole, list(args[:-1]), parts), args[-1]))
-
-        rows = PartitionSpec(name) if len(tokens) % mesh.size == 0 else PartitionSpec()
-        return jax.shard_map(body, in_specs=(*parts, rows), out_specs=out, check_vma=False)(*args)
+        body = lambda *args: jax.tree.map(average, out, f(*jax.tree.map(whole, list(args[:-1]), parts), args[-1]))
+        split = jax.shard_map(body, in_specs=(*parts, rows(mesh, tokens)), out_specs=out, check_vma=False)
+        return split(*args)
 
     return averaged
 
@@ -93,28 +95,22 @@ def jit(f, **options):
     return jax.jit(laid, **options)
 
 
-def put(mesh, tree):
-    """Arrays that every process has, on the devices as `spec` says."""
-    return jax.tree.map(lambda a: place(mesh, a, spec(mesh, a)), tree)
+def put(mesh, tree, parts=spec):
+    """Arrays that every process has, on the devices as parts(mesh, a) says of each."""
+    place = lambda a: NamedSharding(mesh, parts(mesh, a))
+    return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, place(a), np.asarray(a).__getitem__), tree)
 
 
-def place(mesh, a, parts):
-    """An array that every process has, on the devices in these parts."""
-    return jax.make_array_from_callback(a.shape, NamedSharding(mesh, parts), np.asarray(a).__getitem__)
-
-
-def rows(mesh, tokens):
-    """An inner batch that every process has, int32 [B, T+1], each device's rows on it; all where they do not divide."""
-    return place(mesh, tokens, PartitionSpec() if len(tokens) % mesh.size else PartitionSpec(*mesh.axis_names))
+# ---- what every process must call, or the others wait ---------------------------------------------------------------
 
 
 def whole(a):
-    """An array in NumPy, wherever its parts are; every process must ask for it."""
+    """An array in NumPy, wherever its parts are."""
     return np.asarray(a if a.is_fully_addressable else multihost_utils.process_allgather(a, tiled=True))
 
 
 def largest(number):
-    """The largest of the processes' numbers; every process must ask."""
+    """The largest of the processes' numbers."""
     return number if jax.process_count() == 1 else int(multihost_utils.process_allgather(np.int32(number)).max())
 
 

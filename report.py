@@ -1,6 +1,9 @@
 """What a run prints: what it is about to do, a row an evaluation, what it came to; and the table of a grid."""
 
+from contextlib import contextmanager
+
 import jax
+from tqdm import tqdm
 
 import data
 
@@ -29,6 +32,19 @@ def opening(run, corpus):
     epochs = run.batches * config.inner_batch / data.windows(corpus.train, network.context)
     if epochs > 1:
         print(f"the run reads {run.batches * run.inner_tokens:,} tokens: the corpus {epochs:.1f} times")
+
+
+@contextmanager
+def bar(live, title, batches, done=0):
+    """A bar over the tokens of so many inner batches, with tokens/s and time left; in the first process only."""
+    inner, silent = live.run.inner_tokens, jax.process_index() > 0 or None  # None: where stderr is no terminal
+    form = dict(unit="tok", unit_scale=True, leave=False, disable=silent)
+    with tqdm(total=batches * inner, initial=done * inner, desc=title, **form) as shown:
+        live.bars.append(shown)
+        try:
+            yield
+        finally:
+            live.bars.remove(shown)
 
 
 def summary(run, rows):

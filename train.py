@@ -9,10 +9,10 @@ a flag make a grid: a run for each combination, one after another.
 
 import dataclasses
 import math
+import platform
 import signal
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -186,18 +186,14 @@ class Live:
         self.corpus = self.state = self.ahead = None
 
     def caught(self, number, frame):
-        """Signal handler. While training the run ends at the next `check`: raising here could hit JAX anywhere.
-
-        So it does where other processes would wait for this one.
-        """
+        """Signal handler. In training, where raising could hit JAX, or where others wait, the next `check` ends it."""
         again, self.signal = self.signal, number
         if again or not (self.training or jax.process_count() > 1):
             raise Stop
 
     def check(self):
         """Raises Stop where a signal came, to this process or another: all ask at the same places."""
-        agreed = parallel.largest(self.signal)
-        if agreed:
+        if agreed := parallel.largest(self.signal):
             self.signal = agreed
             raise Stop
 
@@ -218,18 +214,6 @@ class Live:
             jax.block_until_ready(self.state.k)
         self.state = state
 
-    @contextmanager
-    def bar(self, title, batches, done=0):
-        """A bar over the tokens of so many inner batches, with tokens/s and time left."""
-        inner = self.run.inner_tokens
-        form = dict(unit="tok", unit_scale=True, leave=False, disable=jax.process_index() > 0 or None)
-        with tqdm(total=batches * inner, initial=done * inner, desc=title, **form) as bar:
-            self.bars.append(bar)
-            try:
-                yield
-            finally:
-                self.bars.remove(bar)
-
 
 def warm_up(run, live):
     """(θ_0, last loss): AdamW, one inner batch a step, on the first tokens; made once for all runs that share it.
@@ -242,7 +226,8 @@ def warm_up(run, live):
     if not steps:
         return made["params"], None
     settings = baselines.AdamW(network, 1, steps, lr=config.warmup_lr, schedule="constant", warmup=0.1)
-    about = [jax.__version__, jax.devices()[0].device_kind, checkpoint.code("model", "attention", "baselines", "data")]
+    code = checkpoint.code("model", "attention", "baselines", "data", "parallel")
+    about = [jax.__version__, jax.devices()[0].device_kind, code]
     key = checkpoint.digest(repr(settings), config.inner_batch, config.seed, live.corpus.meta["sha256"], about)
     path = Path("data") / f"warmup-{key[:12]}.npz"
     if not parallel.largest(not path.exists()):
@@ -252,7 +237,7 @@ def warm_up(run, live):
         except ValueError as error:
             print(f"{error}; the warm-up is made again", file=sys.stderr)
     state = parallel.jit(baselines.init, static_argnums=1)(made["params"], settings)
-    with live.bar("warm-up", steps):
+    with report.bar(live, "warm-up", steps):
         for i in range(steps):  # not live.watch, which keeps what a stopped run saves
             state, metrics = baselines.update(state, live.read(i), None, settings, lambda s: jax.block_until_ready(s.k))
     made = {"params": state.params, "loss": metrics["train_loss"]}
@@ -270,7 +255,7 @@ def evaluate(run, live, params):
     for i in range(0, windows, size):
         live.check()
         rows = data.sequences(live.corpus.val, context, 0, range(i, min(i + size, windows)))
-        total += loss(run.settings.model, params, parallel.rows(run.mesh, rows)) * len(rows)
+        total += loss(run.settings.model, params, parallel.put(run.mesh, rows, parallel.rows)) * len(rows)
     return float(total) / windows
 
 
@@ -304,7 +289,7 @@ def train(run, state, rows, live):
             state = parallel.jit(run.method.init, static_argnums=1)(params, run.settings)
         t0 = int(state.t)
         print(report.HEADER, *map(report.table_row, rows), sep="\n")
-        with live.bar(config.method, config.steps * run.step_batches, t0 * run.step_batches):
+        with report.bar(live, config.method, config.steps * run.step_batches, t0 * run.step_batches):
             for t in range(t0, config.steps + 1):
                 due = t % config.eval_every == 0 or t == config.steps
                 if due and (not rows or rows[-1]["step"] < t):
@@ -332,7 +317,7 @@ def outer_step(run, state, t, live):
     """The state after outer step t of the method, and its metrics with the seconds it took."""
     start, first = time.perf_counter(), run.warmup_batches + t * run.step_batches
     batches, fresh = live.read(first), live.read(first + run.settings.inner_steps)
-    with live.bar(f"step {t + 1}", run.step_batches):
+    with report.bar(live, f"step {t + 1}", run.step_batches):
         state, metrics = run.method.update(state, batches, fresh, run.settings, live.watch)
         jax.block_until_ready(state)
     return state, metrics | {"seconds": time.perf_counter() - start, "refused": int(metrics.get("alpha") == 0)}
@@ -359,8 +344,9 @@ def resume(run):
 def execute(run, corpus, live):
     """Starts a run or goes on with it; the rows of its log at the end."""
     config, (state, rows) = run.config, resume(run)
-    at = lambda i: data.batch(corpus.train, run.settings.model.context, config.inner_batch, config.seed, i)
-    live.run, live.corpus, live.ahead = run, corpus, data.Ahead(lambda i: parallel.rows(run.mesh, at(i)), run.batches)
+    batch = partial(data.batch, corpus.train, run.settings.model.context, config.inner_batch, config.seed)
+    read = lambda index: parallel.put(run.mesh, batch(index), parallel.rows)
+    live.run, live.corpus, live.ahead = run, corpus, data.Ahead(read, run.batches)
     parallel.wait()  # or another process would find the folder half made
     checkpoint.open_folder(config.out, run.values | {"out": None, "corpus": corpus.meta["sha256"]})
     report.opening(run, corpus)
@@ -391,9 +377,12 @@ def main(argv=None):
     """Runs the command line. Status, with one line said: 0; 2 bad input; 1 a failure; 128 + a signal that ended it."""
     live, handlers, runs = Live(None), {}, []
     try:
-        handlers = {number: signal.signal(number, live.caught) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            parallel.start()
+            parallel.start()  # which sets a handler of its own
+            if not jax.config.jax_compilation_cache_dir:  # by machine: a program of one CPU may not run on another
+                jax.config.update("jax_compilation_cache_dir", f"data/compiled/{platform.node()}")
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+            handlers = {number: signal.signal(number, live.caught) for number in (signal.SIGINT, signal.SIGTERM)}
             lines = flags.expand(sys.argv[1:] if argv is None else argv)
             home = flags.peek(lines[0], "out", "runs") if len(lines) > 1 else None
             runs = list({run.values["out"]: run for run in (configure(line, home) for line in lines)}.values())

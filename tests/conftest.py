@@ -26,6 +26,7 @@ if jax.__version_info__[:2] == (0, 10):  # programs compile three times as fast;
 os.environ["NPROC"] = "16"  # threads of XLA: a device that waits for another keeps one
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_enable_compilation_cache", False)  # no test writes compiled programs, or runs older ones
 jax.config.update("jax_disable_most_optimizations", True)  # nearly all the time of these tests is compilation
 jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("here", deadline=None, derandomize=True, print_blob=True)

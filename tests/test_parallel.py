@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from conftest import AS_A_USER, SMALL, TOY, everything, many, random_params, rows, run
+from conftest import AS_A_USER, SMALL, TOY, assert_same, everything, many, random_params, rows, run
 from jax.sharding import PartitionSpec
 
 import checkpoint
@@ -23,8 +23,6 @@ import train
 CASES = {name: (module, cls, {}) for name, (module, cls) in train.METHODS.items()}
 CASES["cg"] = (gn, gn.Config, {"inner": "cg", "damping": 0.1, "cg_steps": 4})
 CASES["soap"] = (*CASES["soap"][:2], {"largest": 8})  # of a longer side's factor the eigenvectors are not unique
-
-
 
 
 def assert_close(a, b, **tolerance):
@@ -85,7 +83,7 @@ def test_a_device_sees_its_own_rows_or_all_of_them():
         with jax.set_mesh(parallel.mesh(4)):
             np.testing.assert_allclose(parallel.mean(f)(np.float32(2), tokens), 2 * tokens.mean())
         assert seen[-1] == (local, 3)
-        placed = parallel.rows(parallel.mesh(4), tokens)
+        placed = parallel.put(parallel.mesh(4), tokens, parallel.rows)
         assert placed.addressable_shards[0].data.shape == (local, 3)
         np.testing.assert_array_equal(placed, tokens)
 
@@ -150,6 +148,27 @@ def test_processes_join_where_variables_say_that_there_are_several(monkeypatch, 
     assert calls == ([] if joins is None else [joins])
 
 
+def test_matrix_products_are_in_bfloat16_on_a_gpu_and_in_float32_on_a_cpu(monkeypatch):
+    """By default; what came out is in config.json, and a flag decides."""
+    dtype = lambda *more: train.configure(["--model", "tiny", *more]).values["dtype"]
+    assert (dtype(), dtype("--dtype", "bfloat16")) == ("float32", "bfloat16")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert (dtype(), dtype("--dtype", "float32")) == ("bfloat16", "float32")
+    assert train.configure(["--model", "tiny"]).settings.model.dtype == "bfloat16"
+
+
+def test_programs_are_kept_between_runs_and_make_the_same_run(here):
+    """In data/compiled, in a process of its own; the second run finds them and ends bitwise where the first did."""
+    command = [sys.executable, train.__file__, *SMALL, "--data", "text.txt", "--method", "muon", "--steps", "1"]
+    found = []
+    for out in ("a", "b"):
+        done = subprocess.run([*command, "--out", out], capture_output=True, text=True, env=AS_A_USER)
+        assert done.returncode == 0 and not done.stderr
+        found.append(sorted(path.name for path in here.glob("data/compiled/*/*-cache")))
+    assert found[0] and found[0] == found[1]
+    assert_same(everything("a"), everything("b"))
+
+
 # ---- several processes ----------------------------------------------------------------------------------------------
 
 
@@ -167,7 +186,7 @@ def together(*flags):
 
 def ended(processes):
     """Status, output and errors of each."""
-    return [(process.returncode, out, err) for process in processes for out, err in [process.communicate(timeout=300)]]
+    return [(process.returncode, out, err) for process in processes for out, err in [process.communicate(timeout=100)]]
 
 
 @pytest.mark.parametrize("more", [[], ["--shard", "true"]])
@@ -175,7 +194,8 @@ def test_two_processes_train_as_one(here, more):
     """The same parameters; only the first one writes and prints."""
     (status, out, err), (status1, out1, err1) = ended(together("--method", "gn", "--out", "two", *more))
     assert (status, status1) == (0, 0), err + err1
-    assert "parameters on 4 x cpu" in out and "validation loss" in out and not out1
+    assert "parameters on 4 x cpu" in out and "validation loss" in out
+    assert all(line.startswith("[Gloo]") for line in out1.splitlines())
     assert run("--method", "gn", "--out", "one", *more) == 0
     assert_close(everything("two"), everything("one"), rtol=1e-2, atol=1e-4)
     assert_close([row["val_loss"] for row in rows("two")], [row["val_loss"] for row in rows("one")], rtol=1e-5)
