@@ -22,7 +22,7 @@ def start():
     Only the first process prints. Where there is one, a CPU becomes a device for each core, as one device hardly uses a
     second. Raises ValueError where one of the three is missing.
     """
-    cores, variables = min(8, os.cpu_count() or 1), os.environ  # 8 sequences are an inner batch of `tiny`
+    cores, variables = os.cpu_count() or 1, os.environ
     several = variables.get("SLURM_NTASKS", "1") != "1" and "SLURM_STEP_NODELIST" in variables  # not a shell in a job
     if "JAX_COORDINATOR_ADDRESS" in variables:
         count, index = (variables.get(f"JAX_{name}") for name in ("NUM_PROCESSES", "PROCESS_ID"))
@@ -30,7 +30,7 @@ def start():
     elif several or "OMPI_MCA_orte_hnp_uri" in variables:
         jax.distributed.initialize()
     elif jax.config.jax_num_cpu_devices < 0 and "device_count" not in variables.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", cores)
+        jax.config.update("jax_num_cpu_devices", min(8, cores))  # 8 sequences are an inner batch of `tiny`
     threads = 2 * max(cores, jax.config.jax_num_cpu_devices)
     variables.setdefault("NPROC", str(threads))  # XLA's: those that wait for a device leave it others
     if jax.process_index() > 0:

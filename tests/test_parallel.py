@@ -185,8 +185,13 @@ def together(*flags):
 
 
 def ended(processes):
-    """Status, output and errors of each."""
-    return [(process.returncode, out, err) for process in processes for out, err in [process.communicate(timeout=100)]]
+    """Status, output and errors of each; none is left behind."""
+    try:
+        said = [process.communicate(timeout=100) for process in processes]
+        return [(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)]
+    finally:
+        for process in processes:
+            process.kill()
 
 
 @pytest.mark.parametrize("more", [[], ["--shard", "true"]])
