@@ -9,12 +9,13 @@ Muon are optax's. Muon takes the matrices inside the blocks, AdamW the embedding
 uses the same Muon as its inner optimizer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import model
@@ -62,7 +63,7 @@ class Muon(Config):
     momentum: float = 0.95  # decay of the momentum, per update (Appendix H: 0.9, 0.95 or 0.99)
 
     def optimizer(self, lr):
-        return muon(lr, self.momentum, self.weight_decay, self.clip)
+        return muon(lr, self.momentum, self.weight_decay, self.clip, self.model.dtype)
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def check(config, schedules):
     for name in ("b1", "b2", "momentum", "warmup", "inner_warmup", "average", "parameter_weight_decay"):
         if not 0 <= getattr(config, name, 0) < 1:
             raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 0 and below 1")
-    for name in ("weight_decay", "damping", "clip"):
+    for name in ("weight_decay", "damping", "clip", "line_search", "line_search_tokens"):
         if not 0 <= getattr(config, name, 0) < float("inf"):
             raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 0")
     for name in ("frequency", "largest", "cg_steps"):
@@ -120,15 +121,44 @@ def adamw(lr, b1, b2, weight_decay, clip):
     return optax.chain(clipping(clip), optax.adamw(lr, b1, b2, weight_decay=weight_decay, mask=is_matrix))
 
 
-def muon(lr, momentum, weight_decay, clip):
-    """Muon on the stacked matrices [L, in, out], AdamW on the rest, as an optax transformation; lr may be traced."""
+def muon(lr, momentum, weight_decay, clip, dtype="float32"):
+    """Muon on the stacked matrices [L, in, out], AdamW on the rest, as an optax transformation; lr may be traced.
+
+    dtype: what the factors of Newton-Schulz's products are rounded to.
+    """
     stacked = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)  # by default optax sends them to Adam
     dimensions = lambda params: jax.tree.map(lambda _: stacked, params)
     matrices = optax.contrib.muon(
         lr, beta=momentum, weight_decay=weight_decay, muon_weight_dimension_numbers=dimensions
     )
-    matrices = optax.chain(clipping(clip), matrices)
+    matrices = optax.chain(clipping(clip), by_shape(matrices, dtype))
     return optax.partition({"muon": matrices, "adamw": adamw(lr, 0.9, 0.999, weight_decay, clip)}, groups)
+
+
+def by_shape(transform, dtype):
+    """transform, given all [L, in, out] of a tree that have the same in and out as one [n, in, out].
+
+    It must treat each matrix for itself, as Muon does. A few large batches of products are faster than many small ones.
+    """
+
+    def join(tree):
+        same = {}
+        for a in jax.tree.leaves(tree):
+            same.setdefault(f"{a.shape[1]} x {a.shape[2]}", []).append(a)
+        return {shape: jnp.concatenate(arrays) for shape, arrays in same.items()}
+
+    def update(grads, state, params):
+        with jax.default_matmul_precision("BF16_BF16_F32" if dtype == "bfloat16" else None):
+            joined, state = transform.update(join(grads), state, join(params))
+        leaves, structure = jax.tree.flatten(grads)
+        parts = []
+        for a in leaves:
+            shape = f"{a.shape[1]} x {a.shape[2]}"
+            parts.append(joined[shape][: len(a)])
+            joined[shape] = joined[shape][len(a) :]
+        return jax.tree.unflatten(structure, parts), state
+
+    return optax.GradientTransformation(lambda params: transform.init(join(params)), update)
 
 
 def soap(lr, b1, b2, weight_decay, clip, frequency, largest):
@@ -174,11 +204,12 @@ def init(params, config):
     """State at the first step from parameters params."""
     count, zero = jnp.zeros((), jnp.int32), jnp.zeros((), params["head"].dtype)
     grad = jax.tree.map(jnp.zeros_like, params)
-    average = params if config.average else None
-    return State(params, average, config.optimizer(0.0).init(params), count, count, zero, grad)
+    copy = partial(jax.tree.map, jnp.copy)  # a step writes its result where its state lay
+    average = copy(params) if config.average else None
+    return State(copy(params), average, config.optimizer(0.0).init(params), count, count + 0, zero, grad)
 
 
-@partial(parallel.jit, static_argnames="config")
+@partial(parallel.jit, static_argnames="config", donate_argnames="state")
 def accumulate(state, tokens, config):
     """Adds loss and gradient of one inner batch, int32 [B, T+1]."""
     loss, grad = parallel.mean(partial(model.value_and_grad, config.model))(state.params, tokens)
@@ -192,10 +223,10 @@ def learning_rate(t, config):
 
 
 @partial(parallel.jit, static_argnames="config")
-def finish(state, config):
-    """The optimizer step, on the mean gradient of the batch."""
+def finish(state, config, lr=1.0):
+    """The optimizer step, on the mean gradient of the batch; lr: a factor of config's learning rate."""
     grad = jax.tree.map(lambda g: g / config.inner_steps, state.grad)
-    step, opt = config.optimizer(learning_rate(state.t, config)).update(grad, state.opt, state.params)
+    step, opt = config.optimizer(lr * learning_rate(state.t, config)).update(grad, state.opt, state.params)
     params = optax.apply_updates(state.params, step)
     average = averaged(state.average, params, config.average)
     return init(params, config)._replace(average=average, opt=opt, t=state.t + 1)
@@ -207,7 +238,10 @@ def update(state, batches, fresh, config, watch=lambda state: None):
     batches(k): the k-th inner batch, int32 [B, T+1], k < inner_steps; fresh is not read. watch(state):
     called after each. Returns the next State and metrics: train_loss, before the step (nats a token); lr.
     """
+    unit = replace(config, lr=1.0)  # so that one compiled step serves every learning rate
     for k in range(int(state.k), config.inner_steps):
-        state = accumulate(state, batches(k), config)
+        state = accumulate(state._replace(k=np.int32(k)), batches(k), unit)  # always from here: compiled once
         watch(state)
-    return finish(state, config), {"train_loss": state.loss / config.inner_steps, "lr": learning_rate(state.t, config)}
+    metrics = {"train_loss": state.loss / config.inner_steps, "lr": learning_rate(state.t, config)}
+    state = finish(state, unit, config.lr)._replace(k=np.int32(0))  # from here: the next update need not wait for it
+    return state, metrics

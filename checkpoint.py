@@ -8,6 +8,7 @@
 import hashlib
 import json
 import os
+import platform
 import subprocess
 import sys
 import zipfile
@@ -72,6 +73,30 @@ def write_log(folder, rows):
     """Writes log.jsonl anew. NaN and infinity, which JSON has not, are refused with a ValueError."""
     text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
     write_file(Path(folder) / "log.jsonl", lambda f: f.write(text.encode()))
+
+
+def resume(folder, init):
+    """The state and the log's rows that a run's folder holds, or None and []; init(): a state like it, not computed.
+
+    Raises OSError where the checkpoint is damaged, and FloatingPointError where the run diverged before.
+    """
+    path, rows = Path(folder) / "checkpoint.npz", read_log(folder)
+    if rows and "diverged" in rows[-1]:
+        raise FloatingPointError(f"{folder}: {rows[-1]['diverged']}")
+    if not path.exists():
+        return None, []
+    try:
+        state = load(path, jax.eval_shape(init))
+    except ValueError as error:
+        raise OSError(error) from None
+    return state, [row for row in rows if row["step"] <= int(state.t)]
+
+
+def keep_programs(folder):
+    """Compiled programs stay in folder between runs, unless JAX is told of another place for them."""
+    if not jax.config.jax_compilation_cache_dir:  # by machine: a program of one CPU may not run on another
+        jax.config.update("jax_compilation_cache_dir", f"{folder}/{platform.node()}")
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def digest(*what):

@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import itertools
 import re
+import sys
 from pathlib import Path
 
 
@@ -45,7 +46,7 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are ValueErrors of one line."""
 
     def __init__(self, **options):
-        super().__init__(prog="train.py", allow_abbrev=False, **options)
+        super().__init__(prog=Path(sys.argv[0]).name, allow_abbrev=False, **options)
 
     def error(self, message):
         raise ValueError(message)

@@ -13,7 +13,7 @@ gn_prox.py and layerwise_gn.py are this file with one thing changed: the first p
 which keeps the loss exact, the second another `linearized`, which drops the blocks of G between layers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,17 +24,20 @@ import baselines
 import model
 import parallel
 from baselines import averaged, cosine, rise
+from cross_entropy import cross_entropy, fused, usable
+from model import product, rounded
 
 SCHEDULES = ("constant+inner cosine", "global cosine", "global+inner cosine", "constant")
 
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of Gauss-Newton. The first three fields are filled in by train.py."""
+    """Settings of Gauss-Newton. The first four fields are filled in by train.py."""
 
     model: model.Config
     inner_steps: int  # inner batches in a batch, N
     outer_steps: int  # outer steps of the run
+    inner_tokens: int = 0  # tokens in an inner batch
     lr: float = 0.01  # peak learning rate of the inner optimizer, per inner step (Appendix H: 0.001 to 0.1)
     schedule: str = SCHEDULES[0]  # constant+inner cosine | global cosine | global+inner cosine | constant (Appendix D)
     warmup: float = 0.0  # fraction of the run over which the learning rate rises linearly (Appendix H: 0 or 0.2)
@@ -48,6 +51,7 @@ class Config:
     average: float = None  # weight average's decay τ, per inner step (Appendix H); default 0.999, but 0 if line_search
     clip: float = 1.0  # largest gradient norm of an optimizer group, per inner step; 0 = off
     line_search: int = 5  # step sizes α = 2^(-i/2) tried on a fresh batch (Appendix D); 0 = no line search, α = 1
+    line_search_tokens: int = 0  # fresh tokens that a line search reads, about; 0 = as many as the batch (Algorithm 1)
     guard: bool = True  # refuse a step when no step size beats θ_t on the fresh batch; false = as the paper
 
     def __post_init__(self):
@@ -56,8 +60,6 @@ class Config:
         baselines.check(self, SCHEDULES)
         if self.inner not in ("muon", "adamw", "cg"):
             raise ValueError(f"inner is {self.inner!r}; valid: muon, adamw, cg")
-        if self.line_search < 0:
-            raise ValueError(f"line_search is {self.line_search}; it must be at least 0")
 
     @property
     def averages_inner_steps(self):
@@ -67,7 +69,8 @@ class Config:
     @property
     def fresh_batches(self):
         """Inner batches of fresh tokens that an outer step's line search reads."""
-        return self.inner_steps if self.line_search else 0
+        some = max(1, round(self.line_search_tokens / max(1, self.inner_tokens)))
+        return (some if self.line_search_tokens else self.inner_steps) if self.line_search else 0
 
 
 class State(NamedTuple):
@@ -87,13 +90,14 @@ def optimizer(lr, config):
     """The inner optimizer, an optax transformation; lr may be traced."""
     if config.inner == "adamw":
         return baselines.adamw(lr, config.momentum, 0.999, config.weight_decay, config.clip)
-    return baselines.muon(lr, config.momentum, config.weight_decay, config.clip)
+    return baselines.muon(lr, config.momentum, config.weight_decay, config.clip, config.model.dtype)
 
 
 def init(params, config):
     """State at the first outer step from parameters θ_0."""
-    n, zero, average = jnp.zeros((), jnp.int32), jnp.zeros((), params["head"].dtype), params if config.average else None
-    return State(params, params, average, optimizer(0.0, config).init(params), n, n, zero, zero)
+    copy, n, zero = partial(jax.tree.map, jnp.copy), jnp.zeros((), jnp.int32), jnp.zeros((), params["head"].dtype)
+    average = copy(params) if config.average else None  # copies: a step writes its result where its state lay
+    return State(copy(params), copy(params), average, optimizer(0.0, config).init(params), n, n + 0, zero, zero + 0)
 
 
 def learning_rate(t, k, config):
@@ -106,41 +110,40 @@ def learning_rate(t, k, config):
     return config.lr * rises * falls[SCHEDULES.index(config.schedule)]
 
 
-def quadratic(z, y, ell=model.cross_entropy):
-    """ℓ(z), and L2 as a function of v: v -> L2, u, where u = g + H v is its gradient.
+def quadratic(z, v, y, ell=cross_entropy):
+    """ℓ(z), and for each change v of the logits L2, [S], and its gradient g + H v, [S, c, V].
 
-    z: logits f(θ_t); v: their change J δ; u: all [c, V]; y: labels, int32 [c]; ell: ℓ(z, y), a sum over c, convex in z.
+    z: logits f(θ_t), [c, V]; v: J δ, [S, c, V]; y: labels, int32 [c]; ell: ℓ(z, y), a sum over c, convex in z.
     """
+    if ell is cross_entropy and usable(z):
+        return fused("quadratic", z, y, v)
     loss, (g, H) = ell(z, y), jax.linearize(jax.grad(lambda z: ell(z, y)), z)  # g = ∇ℓ(z),  H: v -> ∇²ℓ(z) v
     at = lambda v, Hv: (loss + jnp.vdot(g, v) + jnp.vdot(v, Hv) / 2, g + Hv)
-    return loss, lambda v: at(v, H(v))
+    return loss, *jax.lax.map(lambda v: at(v, H(v)), v.astype(z.dtype))
 
 
-def curvature(z, y, ell=model.cross_entropy):
-    """`quadratic` without its constant and its linear part: v -> ½ v·Hv, H v."""
+def curvature(z, v, y, ell=cross_entropy):
+    """`quadratic` without its constant and its linear part: 0, ½ v·Hv, H v."""
     _, H = jax.linearize(jax.grad(lambda z: ell(z, y)), z)
-    return jnp.zeros((), z.dtype), lambda v: (jnp.vdot(v, H(v)) / 2, H(v))
+    return jnp.zeros((), z.dtype), *jax.lax.map(lambda v: (jnp.vdot(v, H(v)) / 2, H(v)), v.astype(z.dtype))
 
 
 def linearized(objective, theta0, delta, tokens, config):
-    """The objective at θ_t + δ on the model linearized at θ_t: (loss at θ_t, value), gradient; sums over tokens.
-
-    tokens: int32 [B, T+1].
-    """
-    (x, y), head = (tokens[:, :-1], tokens[:, 1:]), partial(model.head, config.model)
-    h, push = jax.linearize(lambda p: model.hidden(config.model, p, x), theta0)  # push: δ -> J δ, below the head
+    """(loss at θ_t, value), gradient of the objective at θ_t + δ, the model linearized: sums over tokens, [B, T+1]."""
+    x, y, network = tokens[:, :-1], tokens[:, 1:], config.model
+    h, push = jax.linearize(lambda p: model.hidden(network, p, x), theta0)  # push: δ -> J δ, below the head
+    w, dw = rounded(network, theta0["head"], delta["head"])  # [D, V]
+    both = jnp.concatenate([w, dw])  # [2 D, V]
 
     def chunk(total, part):
         h, dh, y = part  # [c, D], [c, D], [c]
-        z, v = jax.jvp(head, (h, theta0["head"]), (dh, delta["head"]))  # z = f(θ_t),  v = J δ, [c, V]
-        loss, at = objective(z, y)
-        value, u = at(v)
-        h_bar, w_bar = jax.vjp(head, h, theta0["head"])[1](u)  # Jᵀ u, the head's part
-        return jax.tree.map(jnp.add, total, ((loss, value), w_bar)), h_bar
+        z, v = model.head(network, h, w), product(network, jnp.concatenate([dh, h], 1), both)  # v = J δ = dh w + h dw
+        loss, (value,), (u,) = objective(z, v[None], y)
+        total = jax.tree.map(jnp.add, total, ((loss, value), product(network, h.T, u, h.dtype)))
+        return total, product(network, u, w.T, h.dtype)  # Jᵀ u, the head's part
 
-    zero = jnp.zeros((), h.dtype)
-    start = ((zero, zero), jnp.zeros_like(theta0["head"]))
-    (values, w_bar), h_bar = model.scan_tokens(config.model, chunk, start, h, push(delta), y)
+    start = (2 * (jnp.zeros((), h.dtype),), jnp.zeros_like(theta0["head"]))
+    (values, w_bar), h_bar = model.scan_tokens(network, chunk, start, h, push(delta), y)
     (grad,) = jax.linear_transpose(push, theta0)(h_bar.reshape(h.shape))  # pull: dh -> Jᵀ dh
     return values, {**grad, "head": w_bar}
 
@@ -154,13 +157,13 @@ def value_and_grad(objective, linearized, theta0, delta, tokens, config):
     return (loss / size, value), grad
 
 
-@partial(parallel.jit, static_argnames=("config", "objective", "linearized"))
-def inner_step(state, tokens, config, objective=quadratic, linearized=linearized):
-    """One step of the inner optimizer on one inner batch, int32 [B, T+1]."""
+@partial(parallel.jit, static_argnames=("config", "objective", "linearized"), donate_argnames="state")
+def inner_step(state, tokens, config, objective=quadratic, linearized=linearized, lr=1.0):
+    """One step of the inner optimizer on one inner batch, int32 [B, T+1]; lr: a factor of config's learning rate."""
     delta = jax.tree.map(jnp.subtract, state.theta, state.params)
     at = parallel.mean(partial(value_and_grad, objective, linearized, config=config))
     (loss, value), grad = at(state.params, delta, tokens)
-    descend = optimizer(learning_rate(state.t, state.k, config), config)
+    descend = optimizer(lr * learning_rate(state.t, state.k, config), config)
     step, opt = descend.update(grad, state.opt, state.theta)
     theta = jax.tree.map(jnp.add, state.theta, step)
     average = averaged(state.average, theta, config.average) if config.averages_inner_steps else state.average
@@ -168,7 +171,7 @@ def inner_step(state, tokens, config, objective=quadratic, linearized=linearized
     return state._replace(theta=theta, average=average, opt=opt, k=state.k + 1, **sums)
 
 
-@partial(parallel.jit, static_argnames=("config", "linearized"))
+@partial(parallel.jit, static_argnames=("config", "linearized"), donate_argnames="state")
 def solve(state, tokens, config, linearized=linearized):
     """θ = θ_t - (G + λI)⁻¹ ∇L(θ_t) by conjugate gradients from δ = 0; tokens: int32 [N, B, T+1], the whole batch."""
     N, zero = tokens.shape[0], jax.tree.map(jnp.zeros_like, state.params)
@@ -201,15 +204,15 @@ def losses(theta0, theta, alphas, tokens, network):
 
 
 def line_search(theta0, theta, fresh, config):
-    """The α of 2^(-i/2), i < line_search, with the smallest loss on fresh tokens; 0 where the guard refuses them all.
+    """The α of 2^(-i/2), i < line_search, of the smallest loss on the fresh tokens fresh(k), k < fresh_batches.
 
-    fresh(k): inner batch k of fresh tokens, int32 [B, T+1]. A loss counts as infinite if it or a weight is not finite.
+    0 where the guard refuses them all. A loss counts as infinite if it or a weight is not finite.
     """
     alphas = 2.0 ** (-jnp.arange(config.line_search) / 2)
     if config.guard:
         alphas = jnp.concatenate([jnp.zeros(1), alphas])  # θ_t first: argmin takes it unless another is below it
     total = jnp.zeros_like(alphas)
-    for k in range(config.inner_steps):
+    for k in range(config.fresh_batches):
         part = losses(theta0, theta, alphas, fresh(k), config.model)
         total = jax.block_until_ready(total) + part  # waits for the batch before: never more than one is in flight
     return alphas[jnp.argmin(jnp.where(jnp.isfinite(total), total, jnp.inf))]
@@ -219,8 +222,7 @@ def line_search(theta0, theta, fresh, config):
 def finish(state, alpha, config):
     """The state at the next outer step: θ_{t+1} = θ_t + α (θ - θ_t); θ and its momentum stay unless α = 0.
 
-    Parameter weight decay w then shrinks every matrix by 1 - w, of θ too, or the next step would undo it. A step that
-    is refused shrinks nothing.
+    Unless refused, a step then shrinks every matrix by 1 - parameter_weight_decay, of θ too, or the next would undo it.
     """
     fresh = init(state.params, config)
     theta, opt = jax.tree.map(partial(jnp.where, alpha == 0), (fresh.theta, fresh.opt), (state.theta, state.opt))
@@ -235,18 +237,18 @@ def finish(state, alpha, config):
 def update(state, batches, fresh, config, watch=lambda state: None, objective=quadratic, linearized=linearized):
     """One outer step of Algorithm 1: minimize L2 over a batch, line search on fresh tokens, move.
 
-    batches(k), fresh(k): the k-th inner batch, int32 [B, T+1], k < inner_steps. watch(state): called after each inner
-    step. Returns the next State and metrics: train_loss (at θ_t) and inner_loss (L2), means over the batch in nats a
-    token; lr of the first inner step; alpha, 0 where the step was refused.
+    batches(k), k < inner_steps, and fresh(k), k < fresh_batches: the k-th inner batch, int32 [B, T+1]. watch(state):
+    called after each inner step. Returns the next State and metrics: train_loss (at θ_t) and inner_loss (L2), means a
+    token over the batch, in nats; lr of the first inner step; alpha, 0 where the step was refused.
     """
-    N = config.inner_steps
+    N, unit = config.inner_steps, replace(config, lr=1.0)  # so that one compiled step serves every learning rate
     for k in range(int(state.k), 1 if config.inner == "cg" else N):
         if config.inner == "cg":
             state = solve(state, jnp.stack([batches(k) for k in range(N)]), config, linearized)
         else:
-            state = inner_step(state, batches(k), config, objective, linearized)
+            state = inner_step(state, batches(k), unit, objective, linearized, config.lr)
         watch(state)
     alpha = line_search(state.params, state.theta, fresh, config) if config.line_search else None
     lr = None if config.inner == "cg" else learning_rate(state.t, 0, config)
     metrics = {"train_loss": state.loss / N, "inner_loss": state.inner_loss / N, "lr": lr, "alpha": alpha}
-    return finish(state, 1.0 if alpha is None else alpha, config), metrics
+    return finish(state, 1.0 if alpha is None else alpha, unit), metrics

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import jax
 
 import gn
-import model
+from cross_entropy import cross_entropy, fused, usable
 from gn import init  # noqa: F401  the same State
 
 
@@ -33,10 +33,12 @@ class Config(gn.Config):
             raise ValueError("inner is 'cg', which solves quadratic problems; valid with this objective: muon, adamw")
 
 
-def exact(z, y, ell=model.cross_entropy):
-    """ℓ(z), and L1 as a function of v: v -> ℓ(z + v), u = ∇ℓ(z + v). Shapes and units as in gn.quadratic."""
+def exact(z, v, y, ell=cross_entropy):
+    """ℓ(z), and for each change of the logits L1 = ℓ(z + v) and its gradient; arguments as gn.quadratic."""
+    if ell is cross_entropy and usable(z):
+        return fused("exact", z, y, v)
     loss = lambda z: ell(z, y)
-    return loss(z), lambda v: jax.value_and_grad(loss)(z + v)
+    return loss(z), *jax.lax.map(lambda v: jax.value_and_grad(loss)(z + v), v.astype(z.dtype))
 
 
 def update(state, batches, fresh, config, watch=lambda state: None):

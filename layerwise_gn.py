@@ -23,6 +23,7 @@ import gn
 import model
 from gn import init  # noqa: F401  the same State
 from gn_prox import exact
+from model import product, rounded
 
 OBJECTIVES = {"quadratic": gn.quadratic, "exact": exact}
 
@@ -81,18 +82,15 @@ def push(config, theta0, delta, x):
     of a change of its output to its own parameters, and to its input (None for ids, which do not change).
     """
     (p, *above), (dp, *deltas) = split(theta0), split(delta)
-    h, change = jax.linearize(lambda p: layer(config, p, x), p)
-    streams = jnp.zeros((len(above) + 1, *h.shape), h.dtype).at[0].set(change(dp))
-    pulls = [(transpose(change, p), None)]
+    part = lambda both, side: lambda u: both(u)[side]  # of a pullback to (parameters, input)
+    h, both = jax.vjp(lambda p: layer(config, p, x), p)
+    pulls = [(part(both, 0), None)]
+    streams = jnp.zeros((len(above) + 1, *h.shape), h.dtype).at[0].set(transpose(pulls[0][0], h)(dp))
     for i, (p, dp) in enumerate(zip(above, deltas, strict=True), 1):
-        below = h
-        h, change = jax.linearize(partial(layer, config), p, below)
-        no_dp, no_dh = jax.tree.map(jnp.zeros_like, (p, below))
-        to_p = transpose(lambda dp, f=change, zero=no_dh: f(dp, zero), p)
-        to_below = transpose(partial(change, no_dp), below)
-        through = transpose(to_below, h)  # partial(change, no_dp), freed by two transpositions from what δ_l adds
-        streams = each(through, streams, i).at[i].set(change(dp, no_dh))
-        pulls.append((to_p, to_below))
+        h, both = jax.vjp(partial(layer, config), p, h)
+        pulls.append((part(both, 0), part(both, 1)))
+        own, through = (transpose(pull, h) for pull in pulls[-1])
+        streams = each(through, streams, i).at[i].set(own(dp))
     return h, streams, pulls
 
 
@@ -110,31 +108,25 @@ def linearized(objective, theta0, delta, tokens, config):
 
     tokens: int32 [B, T+1]. value: the loss at θ_t and what each layer's objective is above it.
     """
-    x, y = tokens[:, :-1], tokens[:, 1:]
-    h, streams, pulls = push(config.model, theta0, delta, x)
+    x, y, network = tokens[:, :-1], tokens[:, 1:], config.model
+    h, streams, pulls = push(network, theta0, delta, x)
     flat = lambda a: a.reshape(a.shape[0], -1, a.shape[-1])  # [L+1, B T, D]
+    w, dw = rounded(network, theta0["head"], delta["head"])  # [D, V]
 
     def chunk(carry, part):
         (loss, value), w_bar, streams, i = carry
         h, y = part  # [c, D], [c]
-        z, up = jax.linearize(lambda h: model.head(config.model, h, theta0["head"]), h)
-        _, own = jax.linearize(lambda w: model.head(config.model, h, w), theta0["head"])
-        at_theta0, at = objective(z, y)
-
-        def stream(dh):  # [c, D] -> what the layer adds to the loss, and its cotangent [c, D]
-            value, u = at(up(dh))
-            return value - at_theta0, transpose(up, h)(u)
-
+        z, own = model.head(network, h, w), product(network, h, dw)  # [c, V]
         mine = jax.lax.dynamic_slice_in_dim(streams, i * len(y), len(y), axis=1)  # [L+1, c, D]
-        values, h_bar = jax.lax.map(stream, mine)
-        streams = jax.lax.dynamic_update_slice_in_dim(streams, h_bar, i * len(y), axis=1)  # in the tangents' place
-        head, u = at(own(delta["head"]))
-        w_bar += transpose(own, w_bar)(u)
-        return ((loss + at_theta0, value + head + jnp.sum(values)), w_bar, streams, i + 1), None
+        at_theta0, below, u = objective(z, product(network, mine, w), y)  # u: [L+1, c, V]
+        _, head, (u_head,) = objective(z, own[None], y)
+        streams = jax.lax.dynamic_update_slice_in_dim(streams, product(network, u, w.T, h.dtype), i * len(y), axis=1)
+        value += at_theta0 + jnp.sum(below - at_theta0) + jnp.sum(head - at_theta0)
+        return ((loss + at_theta0, value), w_bar + product(network, h.T, u_head, h.dtype), streams, i + 1), None
 
     zero = jnp.zeros((), h.dtype)
     start = ((zero, zero), jnp.zeros_like(theta0["head"]), flat(streams), 0)
-    (values, w_bar, streams, _), _ = model.scan_tokens(config.model, chunk, start, h, y)
+    (values, w_bar, streams, _), _ = model.scan_tokens(network, chunk, start, h, y)
     return values, {**pull(pulls, streams.reshape(-1, *h.shape)), "head": w_bar}
 
 

@@ -15,6 +15,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+import cross_entropy
 from attention import attention
 
 
@@ -102,9 +103,9 @@ def rounded(config, *arrays):
     return [a.astype(jnp.bfloat16) if config.dtype == "bfloat16" else a for a in arrays]
 
 
-def matmul(config, x, w, out=None):
-    """x @ w in the dtype of x; `out` is the dtype of the products' sums, by default that of the rounded inputs."""
-    return jnp.matmul(*rounded(config, x, w), preferred_element_type=out).astype(x.dtype)
+def product(config, x, w, out=None):
+    """x @ w, rounded as `dtype` says; `out`: the dtype of the result, by default that of the rounded factors."""
+    return jnp.matmul(*rounded(config, x, w), preferred_element_type=out)
 
 
 def embed(params, x):
@@ -112,20 +113,53 @@ def embed(params, x):
     return params["embedding"][x]
 
 
+def wide(x):
+    """x, which may be rounded, in at least float32."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+@jax.custom_jvp
+def sigmoid(x):
+    """1 / (1 + exp(-x)), without the division, which is slow on a GPU."""
+    return jax.lax.rsqrt(1 + jnp.exp(-x)) ** 2
+
+
+sigmoid.defjvps(lambda dx, s, x: s * (1 - s) * dx)
+
+
+# What lies inside the next two is made anew from their rounded arguments wherever a derivative wants it: it takes less
+# time, and much less memory, than to write it and read it again.
+
+
+@partial(jax.checkpoint, static_argnums=0)
+def heads(config, x, *norm):
+    """Queries or keys [B, T, H K] -> [B, T, H, K], normalized by norm, a scale and a bias if any, and rotated."""
+    x = layer_norm(wide(x), *norm) if norm else wide(x)
+    (x,) = rounded(config, rotate(x.reshape(*x.shape[:2], -1, config.d_model // config.n_heads)))
+    return x
+
+
+@partial(jax.checkpoint, static_argnums=0)
+def down(config, w, up, gate=None):
+    """What the MLP does with its first product(s), [B, T, F] -> [B, T, D]."""
+    up = wide(up)
+    if gate is None:  # GELU in its tanh form, x (1 + tanh a) / 2 = x σ(2a)
+        return product(config, up * sigmoid((8 / jnp.pi) ** 0.5 * (up + 0.044715 * up * up * up)), w)
+    return product(config, up * wide(gate) * sigmoid(wide(gate)), w)
+
+
 def block(config, p, h):
     """One transformer block, parameters p without the axis L: [B, T, D] -> [B, T, D]."""
-    B, T, _ = h.shape
+    B, T, D = h.shape
     a = rms_norm(h, p["attention_norm"])
-    q, k, v = (matmul(config, a, p[name]) for name in ("wq", "wk", "wv"))  # [B, T, H K], [B, T, G K], [B, T, G K]
-    if config.qk_norm:
-        q, k = layer_norm(q, p["q_scale"], p["q_bias"]), layer_norm(k, p["k_scale"], p["k_bias"])
-    q, k, v = (s.reshape(B, T, -1, config.d_model // config.n_heads) for s in (q, k, v))
-    mixed = attention(*rounded(config, rotate(q), rotate(k), v)).astype(h.dtype)  # [B, T, H, K]
-    h = h + matmul(config, mixed.reshape(B, T, -1), p["wo"])
+    qk = product(config, a, jnp.concatenate([p["wq"], p["wk"]], axis=1))  # one larger product is faster than two
+    q, k, v = qk[..., :D], qk[..., D:], product(config, a, p["wv"])  # H K = D wide, G K, G K
+    norms = [[p[f"{x}_scale"], p[f"{x}_bias"]] if config.qk_norm else [] for x in "qk"]
+    q, k, v = heads(config, q, *norms[0]), heads(config, k, *norms[1]), v.reshape(B, T, -1, D // config.n_heads)
+    h = h + product(config, attention(q, k, v).reshape(B, T, D), p["wo"])
     m = rms_norm(h, p["mlp_norm"])
-    up = matmul(config, m, p["w_up"])  # [B, T, F]
-    up = jax.nn.gelu(up) if config.mlp == "gelu" else jax.nn.silu(matmul(config, m, p["w_gate"])) * up
-    return h + matmul(config, up, p["w_down"])
+    gate = [product(config, m, p["w_gate"])] if config.mlp == "swiglu" else []
+    return h + down(config, p["w_down"], product(config, m, p["w_up"]), *gate)
 
 
 def hidden(config, params, x):
@@ -137,14 +171,8 @@ def hidden(config, params, x):
 
 
 def head(config, h, w):
-    """Logits, summed in float32 also where their inputs are rounded: [.., D], [D, V] -> [.., V]."""
-    return matmul(config, h, w, h.dtype)
-
-
-def cross_entropy(z, y):
-    """-log softmax(z)[y], summed over tokens (nats). z: [c, V] logits; y: int32 [c]."""
-    at_label = jnp.where(y[:, None] == jnp.arange(z.shape[-1])[None], z, 0)  # no gather: this fuses in every derivative
-    return jnp.sum(jax.nn.logsumexp(z, axis=-1) - jnp.sum(at_label, axis=-1))
+    """Logits, summed in float32 also where their factors are rounded: [.., D], [D, V] -> [.., V]."""
+    return product(config, h, w, h.dtype)
 
 
 def scan_tokens(config, f, carry, *arrays):
@@ -161,8 +189,8 @@ def scan_tokens(config, f, carry, *arrays):
 def loss(config, params, tokens):
     """Mean cross-entropy (nats a token) of predicting tokens[:, 1:] from the ids before; tokens: int32 [B, T+1]."""
     x, y = tokens[:, :-1], tokens[:, 1:]
-    add = lambda total, part: (total + cross_entropy(head(config, part[0], params["head"]), part[1]), None)
-    h = hidden(config, params, x)
+    h, (w,) = hidden(config, params, x), rounded(config, params["head"])
+    add = lambda total, part: (total + cross_entropy.value(head(config, part[0], w), part[1]), None)
     return scan_tokens(config, add, jnp.zeros((), h.dtype), h, y)[0] / y.size
 
 
@@ -170,11 +198,12 @@ def value_and_grad(config, params, tokens):
     """`loss` and its gradient, the logits a chunk at a time; tokens: int32 [B, T+1]."""
     x, y = tokens[:, :-1], tokens[:, 1:]
     h, pull = jax.vjp(lambda p: hidden(config, p, x), params)
+    (w,) = rounded(config, params["head"])
 
-    def chunk(carry, part):  # part: h [c, D], y [c]
-        f = lambda h, w: cross_entropy(head(config, h, w), part[1])
-        value, (h_bar, w_bar) = jax.value_and_grad(f, (0, 1))(part[0], params["head"])
-        return (carry[0] + value, carry[1] + w_bar), h_bar
+    def chunk(carry, part):
+        h, y = part  # [c, D], [c]
+        value, u = cross_entropy.gradient(head(config, h, w), y, config.dtype)  # ∇ℓ(z), [c, V]
+        return (carry[0] + value, carry[1] + product(config, h.T, u, h.dtype)), product(config, u, w.T, h.dtype)
 
     start = (jnp.zeros((), h.dtype), jnp.zeros_like(params["head"]))
     (total, w_bar), h_bar = scan_tokens(config, chunk, start, h, y)

@@ -31,6 +31,8 @@ def start():
         jax.distributed.initialize()
     elif jax.config.jax_num_cpu_devices < 0 and "device_count" not in variables.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", min(8, cores))  # 8 sequences are an inner batch of `tiny`
+    if "xla_gpu_enable_triton_gemm" not in variables.get("XLA_FLAGS", ""):  # fewer programs to try, and faster here
+        variables["XLA_FLAGS"] = variables.get("XLA_FLAGS", "") + " --xla_gpu_enable_triton_gemm=false"
     threads = 2 * max(cores, jax.config.jax_num_cpu_devices)
     variables.setdefault("NPROC", str(threads))  # XLA's: those that wait for a device leave it others
     if jax.process_index() > 0:
@@ -106,7 +108,8 @@ def put(mesh, tree, parts=spec):
 
 def whole(a):
     """An array in NumPy, wherever its parts are."""
-    return np.asarray(a if a.is_fully_addressable else multihost_utils.process_allgather(a, tiled=True))
+    parts = isinstance(a, jax.Array) and not a.is_fully_addressable
+    return multihost_utils.process_allgather(a, tiled=True) if parts else np.asarray(a)
 
 
 def largest(number):

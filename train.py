@@ -9,7 +9,6 @@ a flag make a grid: a run for each combination, one after another.
 
 import dataclasses
 import math
-import platform
 import signal
 import sys
 import time
@@ -35,7 +34,7 @@ import report
 
 METHODS = {method.__name__: (method, method.Config) for method in (gn, gn_prox, layerwise_gn)}
 METHODS |= {cls.__name__.lower(): (baselines, cls) for cls in (baselines.AdamW, baselines.Muon, baselines.SOAP)}
-DERIVED = ("model", "inner_steps", "outer_steps")  # fields of a method's Config that are not flags
+DERIVED = ("model", "inner_steps", "outer_steps", "inner_tokens")  # fields of a method's Config that are not flags
 loss = jax.jit(lambda network, *args: parallel.mean(partial(model.loss, network))(*args), static_argnums=0)
 
 
@@ -156,11 +155,13 @@ def configure(argv, home=None):
         raise ValueError(f"batch is {config.batch} tokens, fewer than one sequence of context {network.context}")
     parameters = model.size(network)
     tokens = config.tokens or 20 * parameters
-    inner_steps = max(1, round(config.batch / (config.inner_batch * network.context)))
-    batch = inner_steps * config.inner_batch * network.context
+    inner_tokens = config.inner_batch * network.context
+    inner_steps = max(1, round(config.batch / inner_tokens))
+    batch = inner_steps * inner_tokens
     steps = config.steps or max(1, round(tokens / batch))
     method, cls = METHODS[config.method]
-    settings = cls(network, inner_steps, steps, **pick(cls))
+    searches = {"inner_tokens": inner_tokens} if issubclass(cls, gn.Config) else {}
+    settings = cls(network, inner_steps, steps, **searches, **pick(cls))
     values |= {"vocab_size": tokenizer.vocab_size, "batch": batch, "tokens": tokens, "steps": steps, "out": None}
     values["eval_every"] = config.eval_every or max(1, config.eval_tokens // batch)
     values |= {name: getattr(settings, name) for name in pick(cls)}
@@ -183,7 +184,7 @@ class Live:
 
     def __init__(self, run):
         self.run, self.training, self.bars, self.signal = run, False, [], 0
-        self.corpus = self.state = self.ahead = None
+        self.corpus = self.state = self.step = self.ahead = None
 
     def caught(self, number, frame):
         """Signal handler. In training, where raising could hit JAX, or where others wait, the next `check` ends it."""
@@ -208,10 +209,14 @@ class Live:
 
         return batch
 
-    def watch(self, state):
+    def pace(self, state):
         """Called with the state after each inner step; waits for the one before, so that just one is in flight."""
-        if self.state is not None:
-            jax.block_until_ready(self.state.k)
+        jax.block_until_ready(self.step)
+        self.step = state.k + 0  # a copy, as the next step takes over the memory of the state
+
+    def watch(self, state):
+        """`pace`, and keeps the state, for a signal."""
+        self.pace(state)
         self.state = state
 
 
@@ -239,7 +244,7 @@ def warm_up(run, live):
     state = parallel.jit(baselines.init, static_argnums=1)(made["params"], settings)
     with report.bar(live, "warm-up", steps):
         for i in range(steps):  # not live.watch, which keeps what a stopped run saves
-            state, metrics = baselines.update(state, live.read(i), None, settings, lambda s: jax.block_until_ready(s.k))
+            state, metrics = baselines.update(state, live.read(i), None, settings, live.pace)
     made = {"params": state.params, "loss": metrics["train_loss"]}
     if not all(jnp.isfinite(a).all() for a in jax.tree.leaves(made)):
         raise FloatingPointError("the warm-up diverged; try a smaller --warmup-lr")
@@ -323,27 +328,10 @@ def outer_step(run, state, t, live):
     return state, metrics | {"seconds": time.perf_counter() - start, "refused": int(metrics.get("alpha") == 0)}
 
 
-def resume(run):
-    """The state and the log's rows that the run's folder holds, or None and [].
-
-    Raises OSError where the checkpoint is damaged, and FloatingPointError where the run diverged before.
-    """
-    path, rows = Path(run.config.out) / "checkpoint.npz", checkpoint.read_log(run.config.out)
-    if rows and "diverged" in rows[-1]:
-        raise FloatingPointError(f"{path.parent}: {rows[-1]['diverged']}")
-    if not path.exists():
-        return None, []
-    init = lambda: run.method.init(model.init(run.settings.model, jax.random.key(0)), run.settings)
-    try:
-        state = checkpoint.load(path, jax.eval_shape(init))
-    except ValueError as error:
-        raise OSError(error) from None
-    return parallel.put(run.mesh, state), [row for row in rows if row["step"] <= int(state.t)]
-
-
 def execute(run, corpus, live):
     """Starts a run or goes on with it; the rows of its log at the end."""
-    config, (state, rows) = run.config, resume(run)
+    config, init = run.config, lambda: run.method.init(model.init(run.settings.model, jax.random.key(0)), run.settings)
+    state, rows = checkpoint.resume(config.out, init)
     batch = partial(data.batch, corpus.train, run.settings.model.context, config.inner_batch, config.seed)
     read = lambda index: parallel.put(run.mesh, batch(index), parallel.rows)
     live.run, live.corpus, live.ahead = run, corpus, data.Ahead(read, run.batches)
@@ -351,7 +339,7 @@ def execute(run, corpus, live):
     checkpoint.open_folder(config.out, run.values | {"out": None, "corpus": corpus.meta["sha256"]})
     report.opening(run, corpus)
     with jax.set_mesh(run.mesh):
-        rows = train(run, state, rows, live)
+        rows = train(run, parallel.put(run.mesh, state), rows, live)
     report.summary(run, rows)
     return rows
 
@@ -379,9 +367,7 @@ def main(argv=None):
     try:
         try:
             parallel.start()  # which sets a handler of its own
-            if not jax.config.jax_compilation_cache_dir:  # by machine: a program of one CPU may not run on another
-                jax.config.update("jax_compilation_cache_dir", f"data/compiled/{platform.node()}")
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+            checkpoint.keep_programs("data/compiled")
             handlers = {number: signal.signal(number, live.caught) for number in (signal.SIGINT, signal.SIGTERM)}
             lines = flags.expand(sys.argv[1:] if argv is None else argv)
             home = flags.peek(lines[0], "out", "runs") if len(lines) > 1 else None

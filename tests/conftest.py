@@ -132,6 +132,11 @@ def logits(config, params, tokens):
     return model.hidden(config, params, tokens[:, :-1]) @ params["head"]
 
 
+def kept(tree):
+    """A copy: a step writes its result where its state lay."""
+    return jax.tree.map(jnp.copy, tree)
+
+
 def assert_same(a, b):
     """Two trees are bitwise equal."""
     jax.tree.map(np.testing.assert_array_equal, a, b)

@@ -1,5 +1,7 @@
 """AdamW against a loop in NumPy, Muon against its definition, accumulation, schedules, the weight average."""
 
+import dataclasses
+from collections import Counter
 from functools import partial
 
 import jax
@@ -7,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import TOY, VARIANTS, assert_same, random_params, random_tokens
+from conftest import TOY, VARIANTS, assert_same, kept, random_params, random_tokens
 
 import baselines
 import model
@@ -29,15 +31,17 @@ def test_every_parameter_is_in_exactly_one_group(network):
     """The optimizer's own state says so: each parameter has moments in Muon or in Adam, never in both or neither."""
     params = model.init(network, jax.random.key(0))
     state = baselines.muon(0.1, 0.95, 0.0, 1.0).init(params).inner_states
-    held = {name: {p for p, _ in jax.tree_util.tree_leaves_with_path(group)} for name, group in state.items()}
-    where = {name: sorted(set(jax.tree_util.keystr(p) for p in held[name])) for name in held}
+    adam = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state["adamw"])}
+    together = [a for a in jax.tree.leaves(state["muon"]) if a.ndim == 3]  # momenta: the matrices of one shape in one
     for path, a in jax.tree_util.tree_leaves_with_path(params):
         key = jax.tree_util.keystr(path)
-        moments = {
-            name: sum(k.endswith(key) and (".mu" in k or ".nu" in k) for k in keys) for name, keys in where.items()
-        }
-        matrix = a.ndim == 3
-        assert moments == ({"muon": 1, "adamw": 0} if matrix else {"muon": 0, "adamw": 2}), key
+        moments = sum(k.endswith(key) and (".mu" in k or ".nu" in k) for k in adam)
+        assert moments == (0 if a.ndim == 3 else 2), key
+    shapes = Counter()
+    for a in jax.tree.leaves(params):
+        if a.ndim == 3:
+            shapes[a.shape[1:]] += len(a)
+    assert sorted(a.shape for a in together) == sorted((n, *shape) for shape, n in shapes.items())
 
 
 @pytest.mark.parametrize("cls", [baselines.AdamW, baselines.Muon])
@@ -113,6 +117,26 @@ def test_muon_orthogonalizes_each_layers_matrix_and_scales_it_by_its_shape(float
                 singular = np.linalg.svd(got, compute_uv=False)
                 assert 0.5 < singular.min() and singular.max() < 1.3
     assert shapes == {(8, 8), (8, 4), (8, 32), (32, 8)}
+
+
+def test_a_step_is_compiled_once_for_every_update_and_learning_rate():
+    """Whether a run begins, goes on or has another lr; and what update returns is known without waiting for it."""
+    sizes, state = [], baselines.init(random_params(TOY), config_of(baselines.AdamW))
+    for t, lr in enumerate((0.011, 0.011, 0.022)):
+        config = config_of(baselines.AdamW, lr=lr, b2=0.97)  # settings of its own: nothing is compiled yet
+        state, metrics = baselines.update(state, lambda k, t=t: random_tokens(TOY, 2, 10 * t + k), None, config)
+        sizes.append((baselines.accumulate._cache_size(), baselines.finish._cache_size()))
+        assert isinstance(state.k, np.int32) and np.isclose(metrics["lr"], baselines.learning_rate(t, config))
+    assert sizes[0] == sizes[1] == sizes[2]
+
+
+def test_muons_products_round_as_dtype_says():
+    """Newton-Schulz's factors are rounded with dtype bfloat16 (a CPU does not; on_gpu.py looks at what comes out)."""
+    for dtype in ("float32", "bfloat16"):
+        optimizer = config_of(baselines.Muon, model=dataclasses.replace(TOY, dtype=dtype)).optimizer(0.1)
+        params = random_params(TOY)
+        program = str(jax.make_jaxpr(optimizer.update)(params, optimizer.init(params), params))
+        assert "dot_general" in program and ("BF16_BF16_F32" in program) == (dtype == "bfloat16")
 
 
 def test_muon_on_a_stack_is_optaxs_muon_on_each_matrix(float64):
@@ -253,13 +277,13 @@ def test_fault_7_a_baselines_average_is_over_updates_not_inner_batches(cls, floa
     on, off, tau = config_of(cls, average=0.6, **more), config_of(cls, **more), 0.6
     batches = lambda t: lambda k: random_tokens(TOY, 2, 10 * t + k)
     state, plain = baselines.init(random_params(TOY), on), baselines.init(random_params(TOY), off)
-    thetas = [state.params]
+    thetas = [kept(state.params)]
     for t in range(3):
         state, _ = baselines.update(state, batches(t), None, on)
         plain, _ = baselines.update(plain, batches(t), None, off)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9), state.params, plain.params)
         assert baselines.weights(plain) is plain.params
-        thetas.append(state.params)
+        thetas.append(kept(state.params))
     closed = lambda *a: tau**3 * a[0] + (1 - tau) * sum(tau ** (3 - i) * a[i] for i in (1, 2, 3))
     expected = jax.tree.map(closed, *thetas)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), baselines.weights(state), expected)
@@ -268,7 +292,8 @@ def test_fault_7_a_baselines_average_is_over_updates_not_inner_batches(cls, floa
 @pytest.mark.parametrize("cls", ALL)
 def test_same_batches_twice_and_stopped_in_between_are_bitwise_the_same(cls):
     config, seen, batches = config_of(cls), [], lambda k: random_tokens(TOY, 2, k)
-    whole = baselines.update(baselines.init(random_params(TOY), config), batches, None, config, seen.append)
+    start, watch = baselines.init(random_params(TOY), config), lambda state: seen.append(kept(state))
+    whole = baselines.update(start, batches, None, config, watch)
     assert [int(state.k) for state in seen] == [1, 2, 3]
     for state in (baselines.init(random_params(TOY), config), *seen):
         assert_same(baselines.update(state, batches, None, config), whole)

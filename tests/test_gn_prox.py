@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TOY, logits, many, random_params, random_tokens
+from conftest import TOY, kept, logits, many, random_params, random_tokens
 from jax.flatten_util import ravel_pytree
 from test_gn import close
 
@@ -67,9 +67,9 @@ def test_update_takes_the_whole_step_and_averages_the_inner_iterates(float64):
     config, iterates = config_of(TOY, average=0.7), []
     assert config_of(TOY).average == 0.999 and config_of(TOY).schedule == "global cosine"
     state = gn_prox.init(random_params(TOY), config)
-    iterates.append(state.theta)
+    iterates.append(kept(state.theta))
     for _ in range(2):
-        state, metrics = gn_prox.update(state, many(TOY)[0], None, config, lambda state: iterates.append(state.theta))
+        state, metrics = gn_prox.update(state, many(TOY)[0], None, config, lambda s: iterates.append(kept(s.theta)))
         assert metrics["alpha"] is None
         close(state.params, state.theta, 1e-15)
     closed = lambda *a: 0.7**4 * a[0] + 0.3 * sum(0.7 ** (4 - i) * a[i] for i in range(1, 5))

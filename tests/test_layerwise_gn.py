@@ -109,7 +109,7 @@ def test_work_is_one_forward_and_what_lies_above_each_layer():
     By the compiler's count of operations, in which a loop's body counts once: 7 where Gauss-Newton has 5. (8 would be a
     second forward pass.) And the loops of block l run over the l streams from below, there and back.
     """
-    network = dataclasses.replace(TOY, n_layers=6, d_model=16, d_ff=512, n_heads=1, n_kv_heads=1, context=2)
+    network = dataclasses.replace(TOY, n_layers=6, d_model=128, d_ff=512, n_heads=1, n_kv_heads=1, context=2)
     params, tokens = random_params(network), random_tokens(network, 64)
     network = dataclasses.replace(network, head_chunk=128)
     step = lambda f: jax.jit(lambda p, d, t: gn.value_and_grad(gn.quadratic, f, p, d, t, config_of(network)))
@@ -117,7 +117,8 @@ def test_work_is_one_forward_and_what_lies_above_each_layer():
     flops = [lowered.compile().cost_analysis()["flops"] for lowered in (ours, full)]
     assert 1.3 < flops[0] / flops[1] < 1.5
     jaxpr = jax.make_jaxpr(step(layerwise_gn.linearized))(params, params, tokens).jaxpr
-    assert sorted(trips(jaxpr)) == sorted([1, 7] + 2 * [1, 2, 3, 4, 5, 6])  # 1 chunk of tokens, 7 streams at the head
+    head = [1, 7, 1]  # 1 chunk of tokens; its 7 streams, and the head's own
+    assert sorted(trips(jaxpr)) == sorted(head + 2 * [1, 2, 3, 4, 5, 6])
 
 
 @pytest.mark.parametrize("objective", ["quadratic", "exact"])

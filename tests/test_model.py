@@ -9,6 +9,7 @@ import pytest
 from conftest import TOY, VARIANTS, logits, random_params, random_tokens
 
 import model
+from cross_entropy import cross_entropy
 
 COMPILED = jax.jit(model.value_and_grad, static_argnums=0)
 
@@ -136,9 +137,21 @@ def test_logits_do_not_depend_on_later_tokens(toy, float64):
 def test_huge_logits_stay_finite():
     """softmax subtracts the maximum: logits of 1e4 give a finite loss and gradient."""
     z, y = 1e4 * jnp.eye(3, 5), jnp.array([0, 0, 1])
-    value, grad = jax.value_and_grad(model.cross_entropy)(z, y)
+    value, grad = jax.value_and_grad(cross_entropy)(z, y)
     np.testing.assert_allclose(value, 2e4, rtol=1e-6)
     assert np.isfinite(grad).all()
+
+
+def test_sigmoid_and_its_derivative(float64):
+    """1 / (1 + exp(-x)) and s (1 - s), by NumPy and by differences; 0 and 1 far out, and no derivative there."""
+    x = np.linspace(-30, 30, 241)
+    s = 1 / (1 + np.exp(-x))
+    value, slope = jax.jvp(model.sigmoid, (jnp.asarray(x),), (jnp.ones(241),))
+    np.testing.assert_allclose(value, s, rtol=1e-12)
+    np.testing.assert_allclose(slope, s * (1 - s), rtol=1e-9, atol=1e-15)
+    np.testing.assert_allclose(slope, (model.sigmoid(x + 1e-6) - model.sigmoid(x - 1e-6)) / 2e-6, atol=1e-8)
+    far = jax.jvp(model.sigmoid, (jnp.asarray([-1e4, 1e4]),), (jnp.ones(2),))
+    np.testing.assert_array_equal(far, [[0, 1], [0, 0]])
 
 
 def test_bfloat16_is_close_to_float32(toy):

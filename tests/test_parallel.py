@@ -164,8 +164,8 @@ def test_programs_are_kept_between_runs_and_make_the_same_run(here):
     for out in ("a", "b"):
         done = subprocess.run([*command, "--out", out], capture_output=True, text=True, env=AS_A_USER)
         assert done.returncode == 0 and not done.stderr
-        found.append(sorted(path.name for path in here.glob("data/compiled/*/*-cache")))
-    assert found[0] and found[0] == found[1]
+        found.append({path.name: path.stat().st_mtime_ns for path in here.glob("data/compiled/*/*-cache")})
+    assert found[0] and found[0].items() <= found[1].items()  # what compiles in half a second may be there once only
     assert_same(everything("a"), everything("b"))
 
 
