@@ -150,13 +150,7 @@ def by_shape(transform, dtype):
     def update(grads, state, params):
         with jax.default_matmul_precision("BF16_BF16_F32" if dtype == "bfloat16" else None):
             joined, state = transform.update(join(grads), state, join(params))
-        leaves, structure = jax.tree.flatten(grads)
-        parts = []
-        for a in leaves:
-            shape = f"{a.shape[1]} x {a.shape[2]}"
-            parts.append(joined[shape][: len(a)])
-            joined[shape] = joined[shape][len(a) :]
-        return jax.tree.unflatten(structure, parts), state
+        return jax.linear_transpose(join, grads)(joined)[0], state  # the transpose of joining is taking apart
 
     return optax.GradientTransformation(lambda params: transform.init(join(params)), update)
 
@@ -229,7 +223,7 @@ def finish(state, config, lr=1.0):
     step, opt = config.optimizer(lr * learning_rate(state.t, config)).update(grad, state.opt, state.params)
     params = optax.apply_updates(state.params, step)
     average = averaged(state.average, params, config.average)
-    return init(params, config)._replace(average=average, opt=opt, t=state.t + 1)
+    return State(params, average, opt, state.t + 1, *jax.tree.map(jnp.zeros_like, (state.k, state.loss, state.grad)))
 
 
 def update(state, batches, fresh, config, watch=lambda state: None):

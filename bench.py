@@ -47,7 +47,6 @@ class Config:
     dtype: str = ""  # float32 | bfloat16; default bfloat16 on a GPU
     vocab_size: int = 0  # ids; default 256 for tiny, else 32000
     repeat: int = 10  # repetitions
-    shard: bool = False  # spread parameters and optimizer state over the devices
     json: str = ""  # file for the same numbers as data
 
 
@@ -74,7 +73,7 @@ def setup(config):
     changes["dtype"] = config.dtype or ("bfloat16" if gpu else "float32")
     network = model.Config(**vars(model.PRESETS[config.model]) | changes)
     size = config.inner_batch or (8 if tiny else 32)
-    mesh, rng = parallel.mesh(size, config.shard), np.random.default_rng(0)
+    mesh, rng = parallel.mesh(size), np.random.default_rng(0)
     draw = lambda: rng.integers(0, network.vocab_size, (size, network.context + 1)).astype(np.int32)
     return network, mesh, [parallel.put(mesh, draw(), parallel.rows) for _ in range(2)]
 

@@ -108,7 +108,7 @@ def code(*modules):
     """A hash of the source of these files of the project; where none is named, of all but those that only show."""
     here = Path(__file__).parent
     paths = [here / f"{name}.py" for name in modules]
-    paths = paths or [path for path in sorted(here.glob("*.py")) if path.stem not in ("plot", "report")]
+    paths = paths or [path for path in sorted(here.glob("*.py")) if path.stem not in ("bench", "plot", "report")]
     return digest([[path.name, path.read_text()] for path in paths])
 
 

@@ -3,8 +3,8 @@
     ℓ = log Σ exp(z) - z[y],     g = ∇ℓ = p - 1_y,     ∇²ℓ v = p ∘ (v - p·v),     p = softmax(z)
 
 Logits are the largest arrays of a step, so on a GPU its time is how often they are read. Written in XLA operations, ℓ,
-g·v, ½ v·Hv and g + Hv take about four passes over z and v. `fused` takes one: a program of its kernel sums up one row
-(Σ e^z, Σ e^z v, Σ e^z v², by a running maximum), then reads it again while it is still in the cache and writes g + Hv.
+g·v, ½ v·Hv and g + Hv take about four passes over z and v. `fused` takes two: a program of its kernel sums up one row
+(Σ e^z, Σ e^z v, Σ e^z v², by a running maximum), then reads it again and writes g + Hv.
 """
 
 from functools import partial
@@ -65,7 +65,7 @@ def fused(kind, z, y, v=None, dtype=jnp.float32, interpret=False):
     out = {"value": [per_row], "gradient": [per_row, like_v]}.get(kind, [per_row, per_row, like_v])
     loss, *rest = pl.pallas_call(
         partial(one_row, kind, V),
-        grid=(S, c),  # all changes of a row one after another: it stays in the cache
+        grid=(S, c),  # all changes of a row one after another: it may stay in the cache
         in_specs=[row, pl.BlockSpec((None,), lambda s, i: (i,))] + [change] * (v is not None),
         out_specs=[change if len(a.shape) == 3 else number for a in out],
         out_shape=out,
@@ -121,7 +121,7 @@ def one_row(kind, V, z, y, *refs):
         out[0][...] = lse[1] - z[label] - v[label].astype(z.dtype)
 
     def write(i, _):
-        j = tiles - 1 - i  # what was read last is in the cache still
+        j = tiles - 1 - i  # what was read last may be in the cache still
         zj, vj, place, inside = tile(j)
         p = jnp.exp((zj + vj if kind == "exact" else zj) - lse[-1])
         p = p * (1 + vj - mean) if kind == "quadratic" else p

@@ -25,7 +25,6 @@ import model
 import parallel
 from baselines import averaged, cosine, rise
 from cross_entropy import cross_entropy, fused, usable
-from model import product, rounded
 
 SCHEDULES = ("constant+inner cosine", "global cosine", "global+inner cosine", "constant")
 
@@ -130,17 +129,16 @@ def curvature(z, v, y, ell=cross_entropy):
 
 def linearized(objective, theta0, delta, tokens, config):
     """(loss at θ_t, value), gradient of the objective at θ_t + δ, the model linearized: sums over tokens, [B, T+1]."""
-    x, y, network = tokens[:, :-1], tokens[:, 1:], config.model
+    x, y, network, product = tokens[:, :-1], tokens[:, 1:], config.model, partial(model.product, config.model)
     h, push = jax.linearize(lambda p: model.hidden(network, p, x), theta0)  # push: δ -> J δ, below the head
-    w, dw = rounded(network, theta0["head"], delta["head"])  # [D, V]
-    both = jnp.concatenate([w, dw])  # [2 D, V]
+    w, both = model.rounded(network, theta0["head"], jnp.concatenate([theta0["head"], delta["head"]]))  # [D, V], [2 D, V]
 
     def chunk(total, part):
         h, dh, y = part  # [c, D], [c, D], [c]
-        z, v = model.head(network, h, w), product(network, jnp.concatenate([dh, h], 1), both)  # v = J δ = dh w + h dw
+        z, v = model.head(network, h, w), product(jnp.concatenate([dh, h], 1), both)  # v = J δ = dh w + h dw
         loss, (value,), (u,) = objective(z, v[None], y)
-        total = jax.tree.map(jnp.add, total, ((loss, value), product(network, h.T, u, h.dtype)))
-        return total, product(network, u, w.T, h.dtype)  # Jᵀ u, the head's part
+        total = jax.tree.map(jnp.add, total, ((loss, value), product(h.T, u, h.dtype)))
+        return total, product(u, w.T, h.dtype)  # Jᵀ u, the head's part
 
     start = (2 * (jnp.zeros((), h.dtype),), jnp.zeros_like(theta0["head"]))
     (values, w_bar), h_bar = model.scan_tokens(network, chunk, start, h, push(delta), y)
@@ -183,8 +181,8 @@ def solve(state, tokens, config, linearized=linearized):
         return jax.tree.map(lambda a: a / N, jax.lax.scan(add, start, tokens)[0])
 
     (loss, _), grad = mean(quadratic, zero)
-    product, minus = lambda delta: mean(curvature, delta)[1], jax.tree.map(jnp.negative, grad)  # (G + λI) δ, -g
-    delta, _ = jax.scipy.sparse.linalg.cg(product, minus, tol=1e-10, maxiter=config.cg_steps)
+    times, minus = lambda delta: mean(curvature, delta)[1], jax.tree.map(jnp.negative, grad)  # (G + λI) δ, -g
+    delta, _ = jax.scipy.sparse.linalg.cg(times, minus, tol=1e-10, maxiter=config.cg_steps)
     (_, value), _ = mean(quadratic, delta)
     theta = jax.tree.map(jnp.add, state.params, delta)
     return state._replace(theta=theta, k=state.k + N, loss=N * loss, inner_loss=N * value)

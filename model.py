@@ -118,15 +118,6 @@ def wide(x):
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-@jax.custom_jvp
-def sigmoid(x):
-    """1 / (1 + exp(-x)), without the division, which is slow on a GPU."""
-    return jax.lax.rsqrt(1 + jnp.exp(-x)) ** 2
-
-
-sigmoid.defjvps(lambda dx, s, x: s * (1 - s) * dx)
-
-
 # What lies inside the next two is made anew from their rounded arguments wherever a derivative wants it: it takes less
 # time, and much less memory, than to write it and read it again.
 
@@ -144,8 +135,8 @@ def down(config, w, up, gate=None):
     """What the MLP does with its first product(s), [B, T, F] -> [B, T, D]."""
     up = wide(up)
     if gate is None:  # GELU in its tanh form, x (1 + tanh a) / 2 = x σ(2a)
-        return product(config, up * sigmoid((8 / jnp.pi) ** 0.5 * (up + 0.044715 * up * up * up)), w)
-    return product(config, up * wide(gate) * sigmoid(wide(gate)), w)
+        return product(config, up * jax.nn.sigmoid((8 / jnp.pi) ** 0.5 * (up + 0.044715 * up**3)), w)
+    return product(config, up * jax.nn.silu(wide(gate)), w)
 
 
 def block(config, p, h):

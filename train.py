@@ -35,6 +35,7 @@ import report
 METHODS = {method.__name__: (method, method.Config) for method in (gn, gn_prox, layerwise_gn)}
 METHODS |= {cls.__name__.lower(): (baselines, cls) for cls in (baselines.AdamW, baselines.Muon, baselines.SOAP)}
 DERIVED = ("model", "inner_steps", "outer_steps", "inner_tokens")  # fields of a method's Config that are not flags
+WARMUP_CODE = "baselines data attention cross_entropy linear model parallel soap".split()  # what a warm-up depends on
 loss = jax.jit(lambda network, *args: parallel.mean(partial(model.loss, network))(*args), static_argnums=0)
 
 
@@ -134,7 +135,8 @@ def parse(argv):
     values |= {**DEFAULTS[preset], **(tuned := TUNED.get((preset, method), {})), "vocab_size": 0}
     values["dtype"] = "bfloat16" if jax.default_backend() == "gpu" else "float32"
     given = flags.parse(argv, fields, values, __doc__)
-    values |= {"steps": None} if "tokens" in given else {}
+    if "tokens" in given:
+        values["steps"] = None
     if {"schedule", "line_search"} & given.keys():  # what goes with the tuned ones goes with them
         values |= {name: fields[name][1] for name in ("warmup", "average") if name in tuned}
     return values | given
@@ -231,7 +233,7 @@ def warm_up(run, live):
     if not steps:
         return made["params"], None
     settings = baselines.AdamW(network, 1, steps, lr=config.warmup_lr, schedule="constant", warmup=0.1)
-    code = checkpoint.code("model", "attention", "baselines", "data", "parallel")
+    code = checkpoint.code(*WARMUP_CODE)
     about = [jax.__version__, jax.devices()[0].device_kind, code]
     key = checkpoint.digest(repr(settings), config.inner_batch, config.seed, live.corpus.meta["sha256"], about)
     path = Path("data") / f"warmup-{key[:12]}.npz"

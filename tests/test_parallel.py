@@ -167,6 +167,10 @@ def test_programs_are_kept_between_runs_and_make_the_same_run(here):
         found.append({path.name: path.stat().st_mtime_ns for path in here.glob("data/compiled/*/*-cache")})
     assert found[0] and found[0].items() <= found[1].items()  # what compiles in half a second may be there once only
     assert_same(everything("a"), everything("b"))
+    for path in here.glob("data/compiled/*/*-cache"):
+        path.write_bytes(path.read_bytes()[:100])
+    strict = AS_A_USER | {"JAX_RAISE_PERSISTENT_CACHE_ERRORS": "true"}
+    assert subprocess.run([*command, "--out", "c"], capture_output=True, env=strict).returncode  # so they are read
 
 
 # ---- several processes ----------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What a run does, prints and refuses, all through `train.main`, as a user would."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -377,3 +378,13 @@ def test_the_readmes_commands_are_valid(capsys):
     assert len({run.config.out for run in runs[4]}) == 27  # no two members of a grid share a folder
 
 
+
+
+def test_the_warm_up_is_made_again_when_any_code_that_it_depends_on_changes():
+    """The files whose hash its name holds are baselines.py, data.py and all of the project's that these import."""
+    here = Path(train.__file__).parent
+    modules, found = {path.stem for path in here.glob("*.py")}, {"baselines", "data"}
+    for _ in modules:
+        text = "\n".join((here / f"{name}.py").read_text() for name in found)
+        found |= modules & set(re.findall(r"^(?:import|from) (\w+)", text, re.M))
+    assert found == set(train.WARMUP_CODE)
