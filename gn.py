@@ -131,7 +131,7 @@ def linearized(objective, theta0, delta, tokens, config):
     """(loss at θ_t, value), gradient of the objective at θ_t + δ, the model linearized: sums over tokens, [B, T+1]."""
     x, y, network, product = tokens[:, :-1], tokens[:, 1:], config.model, partial(model.product, config.model)
     h, push = jax.linearize(lambda p: model.hidden(network, p, x), theta0)  # push: δ -> J δ, below the head
-    w, both = model.rounded(network, theta0["head"], jnp.concatenate([theta0["head"], delta["head"]]))  # [D, V], [2 D, V]
+    w, both = model.rounded(network, theta0["head"], jnp.concatenate([theta0["head"], delta["head"]]))  # w: [D, V]
 
     def chunk(total, part):
         h, dh, y = part  # [c, D], [c, D], [c]
