@@ -124,21 +124,32 @@ def adamw(lr, b1, b2, weight_decay, clip):
 def muon(lr, momentum, weight_decay, clip, dtype="float32"):
     """Muon on the stacked matrices [L, in, out], AdamW on the rest, as an optax transformation; lr may be traced.
 
-    dtype: what the factors of Newton-Schulz's products are rounded to.
+    dtype: what Newton-Schulz computes in. Momentum, decay and lr are in float32 around it, not optax's own inside.
     """
     stacked = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)  # by default optax sends them to Adam
-    dimensions = lambda params: jax.tree.map(lambda _: stacked, params)
-    matrices = optax.contrib.muon(
-        lr, beta=momentum, weight_decay=weight_decay, muon_weight_dimension_numbers=dimensions
-    )
-    matrices = optax.chain(clipping(clip), by_shape(matrices, dtype))
+    step = optax.contrib.muon(-1.0, beta=0.0, nesterov=False, muon_weight_dimension_numbers=lambda _: stacked)
+    decay, scale = optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(lr)
+    matrices = optax.chain(clipping(clip), nesterov(momentum), by_shape(step, dtype), decay, scale)
     return optax.partition({"muon": matrices, "adamw": adamw(lr, 0.9, 0.999, weight_decay, clip)}, groups)
 
 
-def by_shape(transform, dtype):
-    """transform, given all [L, in, out] of a tree that have the same in and out as one [n, in, out].
+def nesterov(decay):
+    """b m̂ + (1 - b) ĝ, where m is the moving average of g and b its decay: optax's momentum of Muon."""
 
-    It must treat each matrix for itself, as Muon does. A few large batches of products are faster than many small ones.
+    def update(grads, state, params=None):
+        m, t = optax.tree.update_moment(grads, state.ema, decay, 1), state.count + 1
+        without_bias = partial(optax.tree.bias_correction, decay=decay)
+        ahead = optax.tree.update_moment(without_bias(grads, count=t), without_bias(m, count=t + 1), decay, 1)
+        return ahead, optax.EmaState(t, m)
+
+    return optax.GradientTransformation(optax.ema(decay).init, update)
+
+
+def by_shape(transform, dtype):
+    """transform in `dtype`, given all [L, in, out] of a tree that have the same in and out as one [n, in, out].
+
+    It must treat each matrix for itself, as Muon does, and keep nothing from one update to the next. A few large
+    batches of products are faster than many small ones, and several devices share the matrices.
     """
 
     def join(tree):
@@ -147,12 +158,13 @@ def by_shape(transform, dtype):
             same.setdefault(f"{a.shape[1]} x {a.shape[2]}", []).append(a)
         return {shape: jnp.concatenate(arrays) for shape, arrays in same.items()}
 
-    def update(grads, state, params):
-        with jax.default_matmul_precision("BF16_BF16_F32" if dtype == "bfloat16" else None):
-            joined, state = transform.update(join(grads), state, join(params))
-        return jax.linear_transpose(join, grads)(joined)[0], state  # the transpose of joining is taking apart
+    def update(grads, params):
+        rounded = optax.tree.cast(grads, jnp.bfloat16 if dtype == "bfloat16" else None)
+        steps = jax.tree.map(parallel.shared(lambda a: transform.update(a, transform.init(a), a)[0]), join(rounded))
+        (steps,) = jax.linear_transpose(join, rounded)(steps)  # the transpose of joining is taking apart
+        return optax.tree.cast_like(steps, grads)
 
-    return optax.GradientTransformation(lambda params: transform.init(join(params)), update)
+    return optax.stateless(update)
 
 
 def soap(lr, b1, b2, weight_decay, clip, frequency, largest):

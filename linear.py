@@ -19,6 +19,25 @@ def linear(f, transpose, residuals, *x):
     return linear_p.bind(*leaves, *x, f=f, transpose=transpose, tree=tree)
 
 
+def remade(f):
+    """f(*x), one array, whose pullback makes anew from x all that it needs; its pushforward takes what is there.
+
+    For a pullback it is jax.checkpoint, so that nothing but x waits for it in memory; a pushforward comes at once.
+    """
+
+    @jax.custom_jvp
+    def same(*x):
+        return f(*x)
+
+    @same.defjvp
+    def same_jvp(x, d):
+        out, push = jax.linearize(f, *x)
+        back = lambda residuals, u: jax.vjp(f, *jax.lax.optimization_barrier(residuals[0]))[1](u)
+        return out, linear(lambda residuals, *d: (residuals[1](*d),), back, (x, push), *d)[0]
+
+    return same
+
+
 linear_p = Primitive("linear_with_transpose")  # (the residuals' leaves, x..) -> f(residuals, *x)
 linear_p.multiple_results = True
 

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 
 import cross_entropy
 from attention import attention
+from heads import heads, wide
+from linear import remade
 
 
 @dataclass(frozen=True)
@@ -84,20 +86,6 @@ def rms_norm(x, scale):
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * scale[None, None]
 
 
-def layer_norm(x, scale, bias):
-    """(x - mean) / std * scale + bias, over the last axis of x [B, T, D]; scale and bias [D]."""
-    return rms_norm(x - jnp.mean(x, axis=-1, keepdims=True), scale) + bias[None, None]
-
-
-def rotate(x):
-    """Rotary positions (base 10,000) on [B, T, H, K]: pair (i, i + K/2) at position t turns by t / 10000^(2i/K)."""
-    T, K = x.shape[1], x.shape[3]
-    angle = jnp.arange(T)[:, None] / 10_000.0 ** (jnp.arange(0, K, 2)[None] / K)  # [T, K/2]
-    cos, sin = (f(angle)[None, :, None].astype(x.dtype) for f in (jnp.cos, jnp.sin))
-    a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
-
-
 def rounded(config, *arrays):
     """The arrays as a matrix product reads them: in bfloat16 where `dtype` says so, else as they are."""
     return [a.astype(jnp.bfloat16) if config.dtype == "bfloat16" else a for a in arrays]
@@ -113,24 +101,6 @@ def embed(params, x):
     return params["embedding"][x]
 
 
-def wide(x):
-    """x, which may be rounded, in at least float32."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-# What lies inside the next two is made anew from their rounded arguments wherever a derivative wants it: it takes less
-# time, and much less memory, than to write it and read it again.
-
-
-@partial(jax.checkpoint, static_argnums=0)
-def heads(config, x, *norm):
-    """Queries or keys [B, T, H K] -> [B, T, H, K], normalized by norm, a scale and a bias if any, and rotated."""
-    x = layer_norm(wide(x), *norm) if norm else wide(x)
-    (x,) = rounded(config, rotate(x.reshape(*x.shape[:2], -1, config.d_model // config.n_heads)))
-    return x
-
-
-@partial(jax.checkpoint, static_argnums=0)
 def down(config, w, up, gate=None):
     """What the MLP does with its first product(s), [B, T, F] -> [B, T, D]."""
     up = wide(up)
@@ -139,18 +109,19 @@ def down(config, w, up, gate=None):
     return product(config, up * jax.nn.silu(wide(gate)), w)
 
 
+@partial(jax.jit, static_argnums=0)  # traced once for all layers
 def block(config, p, h):
     """One transformer block, parameters p without the axis L: [B, T, D] -> [B, T, D]."""
-    B, T, D = h.shape
-    a = rms_norm(h, p["attention_norm"])
-    qk = product(config, a, jnp.concatenate([p["wq"], p["wk"]], axis=1))  # one larger product is faster than two
-    q, k, v = qk[..., :D], qk[..., D:], product(config, a, p["wv"])  # H K = D wide, G K, G K
-    norms = [[p[f"{x}_scale"], p[f"{x}_bias"]] if config.qk_norm else [] for x in "qk"]
-    q, k, v = heads(config, q, *norms[0]), heads(config, k, *norms[1]), v.reshape(B, T, -1, D // config.n_heads)
+    (B, T, D), H, G, K = h.shape, config.n_heads, config.n_kv_heads, config.d_model // config.n_heads
+    split = lambda x: x.reshape(*x.shape[:-1], -1, 2, K // 2)  # into heads, and each in two halves
+    w = jnp.concatenate([p["wq"], p["wk"], p["wv"]], axis=1)  # one larger product is faster than three
+    norms = ("q_scale", "q_bias", "k_scale", "k_bias") if config.qk_norm else ()
+    x = split(product(config, rms_norm(h, p["attention_norm"]), w))
+    q, k, v = (a.reshape(B, T, -1, K) for a in heads((H, G, G), x, *(split(p[name]) for name in norms)))
     h = h + product(config, attention(q, k, v).reshape(B, T, D), p["wo"])
     m = rms_norm(h, p["mlp_norm"])
     gate = [product(config, m, p["w_gate"])] if config.mlp == "swiglu" else []
-    return h + down(config, p["w_down"], product(config, m, p["w_up"]), *gate)
+    return h + remade(partial(down, config))(p["w_down"], product(config, m, p["w_up"]), *gate)
 
 
 def hidden(config, params, x):

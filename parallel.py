@@ -97,6 +97,19 @@ def jit(f, **options):
     return jax.jit(laid, **options)
 
 
+def shared(f):
+    """f of a stack [n, ..] of arrays, each for itself: each device does its share of them, where they divide."""
+
+    def gathered(stack):
+        mesh, lay = jax.sharding.get_abstract_mesh(), jax.lax.with_sharding_constraint
+        if mesh.size < 2 or len(stack) % mesh.size:
+            return f(stack)
+        stack = lay(stack, spec(mesh, stack))  # or what made it would be shared too, and gathered
+        return lay(f(lay(stack, PartitionSpec(*mesh.axis_names))), spec(mesh, stack))
+
+    return gathered
+
+
 def put(mesh, tree, parts=spec):
     """Arrays that every process has, on the devices as parts(mesh, a) says of each."""
     place = lambda a: NamedSharding(mesh, parts(mesh, a))

@@ -35,7 +35,7 @@ import report
 METHODS = {method.__name__: (method, method.Config) for method in (gn, gn_prox, layerwise_gn)}
 METHODS |= {cls.__name__.lower(): (baselines, cls) for cls in (baselines.AdamW, baselines.Muon, baselines.SOAP)}
 DERIVED = ("model", "inner_steps", "outer_steps", "inner_tokens")  # fields of a method's Config that are not flags
-WARMUP_CODE = "baselines data attention cross_entropy linear model parallel soap".split()  # what a warm-up depends on
+WARMUP_CODE = "baselines data attention cross_entropy heads linear model parallel soap".split()  # of a warm-up
 loss = jax.jit(lambda network, *args: parallel.mean(partial(model.loss, network))(*args), static_argnums=0)
 
 

@@ -1,4 +1,4 @@
-"""Attention's value, its three derivatives, its causality, and rotary positions, in float64.
+"""Attention's value, its three derivatives and its causality, in float64.
 
 Of both implementations: plain XLA operations, which a CPU runs, and the kernel for a GPU, its steps as XLA operations.
 """
@@ -21,7 +21,6 @@ from jax.experimental import pallas as pl
 from test_gn import equations
 
 import attention
-import model
 
 BOTH = {"plain": attention.attention, "kernel": partial(attention.fused, interpret=True)}
 TILE = 16  # in place of attention.TILE: small contexts cross its edges
@@ -54,7 +53,6 @@ def inputs(draw):
 
 
 value = jax.jit(lambda which, *at: BOTH[which](*at), static_argnums=0)
-rotate = jax.jit(model.rotate)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -233,28 +231,3 @@ def test_without_a_gpu_the_script_says_so():
     done = subprocess.run(SCRIPT, capture_output=True, text=True, env=AS_A_USER)
     assert done.returncode == 2 and not done.stdout
     assert done.stderr == "on_gpu.py: no GPU: the default backend of JAX is cpu\n"
-
-
-@given(T=st.sampled_from([2, 5, 12]), half=st.sampled_from([1, 3, 8]), seed=st.integers(0, 2**32 - 1))
-def test_rotary_scores_depend_on_relative_position_only(T, half, seed):
-    """One query and one key at all positions: score[t, s] is one number along a diagonal t - s; |rotate(x)| = |x|."""
-    q, k = np.random.default_rng(seed).normal(size=(2, 2 * half))
-    at_all = lambda a: np.asarray(rotate(np.broadcast_to(a, (1, T, 1, 2 * half))))[0, :, 0]  # [T, K]
-    scores = at_all(q) @ at_all(k).T
-    for offset in range(1 - T, T):
-        diagonal = np.diagonal(scores, offset)
-        np.testing.assert_allclose(diagonal, diagonal[0], atol=1e-12)
-    np.testing.assert_allclose(scores[0, 0], q @ k, atol=1e-12)  # position 0 does not turn
-    assert abs(scores[0, 1:] - scores[0, 0]).max() > 1e-9  # and the others do
-    np.testing.assert_allclose((at_all(q) ** 2).sum(-1), q @ q, rtol=1e-12)
-
-
-def test_rotary_angles_are_the_papers():
-    """Pair (i, i + K/2) at position t turns by t / 10000^(2i/K)."""
-    x = np.random.default_rng(0).normal(size=(1, 5, 1, 6))
-    turned = np.asarray(rotate(x))[0, :, 0]
-    for t in range(5):
-        for i in range(3):
-            angle = t / 10_000 ** (2 * i / 6)
-            pair = (x[0, t, 0, i] + 1j * x[0, t, 0, i + 3]) * np.exp(1j * angle)
-            np.testing.assert_allclose(turned[t, [i, i + 3]], [pair.real, pair.imag], rtol=1e-12)

@@ -141,7 +141,7 @@ def rows(network, size):
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 @pytest.mark.parametrize("name", ["forward", "gradient", "gn", "gn_prox", "layerwise_gn"])
 def test_operations_are_what_the_compiler_counts(name, mlp):
-    """Of a forward pass, a gradient, an inner gradient, to 3%, where products are nearly all; and no fewer.
+    """Of a forward pass, a gradient, an inner gradient, to 4%, where products are nearly all; and no fewer.
 
     The compiler counts the body of a loop once. In layerwise_gn loops go over the l streams that pass block l, so that
     its count has one for each block where there are (L + 1) / 2, each with two products.
@@ -165,6 +165,6 @@ def test_operations_are_what_the_compiler_counts(name, mlp):
     block -= (network.n_layers - 1) * (name == "layerwise_gn")
     of = lambda *products: bench.operations(network, row._replace(products=products))
     expected = of(block, head, attention)
-    assert 0.99 < counted / expected < 1.03
+    assert 0.99 < counted / expected < 1.04
     assert row.tokens == 32 * 4
     assert min(of(block + 1, head, attention), of(block, head + 1, attention)) > 1.05 * expected  # a product more shows

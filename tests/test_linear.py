@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from linear import linear
+from linear import linear, remade
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -176,3 +176,31 @@ def test_residuals_are_as_they_are():
     same(jax.jit(take)(X), X[[3, 0, 3]].astype(np.float32))
     same(jax.linear_transpose(take, X)(np.float32([1, 2, 4])), ([2.0, 0, 0, 5],))
     same(linear(lambda _, x: (2 * x,), lambda _, u: (2 * u,), (), X)[0], 2 * X)
+
+
+@JIT
+def test_remade_changes_no_derivative(jit):
+    """Of sin(w x): by jvp, linearize, vjp, linear_transpose and vmap, transposed twice, and of the gradient."""
+    f, at, d = lambda w, x: jnp.sin(w @ x), (A, X), (2 * A, rng.normal(size=4))
+    total = lambda f: jax.grad(lambda x: f(A, x) @ U)
+    for g in (
+        lambda f: f(*at),
+        lambda f: jax.jvp(f, at, d),
+        lambda f: jax.linearize(f, *at)[1](*d),
+        lambda f: jax.vjp(f, *at)[1](U),
+        lambda f: jax.linear_transpose(jax.linearize(f, *at)[1], *at)(U),
+        lambda f: jax.linear_transpose(jax.vjp(f, *at)[1], U)(d),
+        lambda f: jax.vmap(jax.linearize(f, *at)[1])(*(np.stack([a, 3 * a]) for a in d)),
+        lambda f: total(f)(X),
+        lambda f: jax.jvp(total(f), (X,), (d[1],)),
+    ):
+        same(jit(lambda g=g: g(remade(f)))(), g(f))
+
+
+def test_remade_computes_again_in_the_pullback_only():
+    """How often the sine stands in a program; a barrier keeps a compiler from taking two for one."""
+    f = remade(lambda x: jnp.exp(jnp.sin(x)))
+    program = lambda g: jax.jit(g).lower(X).as_text()
+    count = lambda g: [program(g).count(f"stablehlo.{word} ") for word in ("sine", "optimization_barrier")]
+    assert count(f) == count(lambda x: jax.jvp(f, (x,), (x,))) == [1, 0]
+    assert count(lambda x: jax.vjp(f, x)[1](x)) == [2, 1]

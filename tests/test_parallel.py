@@ -1,6 +1,8 @@
 """Several devices, spread arrays and several processes come to what one device does; batches are read ahead."""
 
+import dataclasses
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +16,7 @@ import pytest
 from conftest import AS_A_USER, SMALL, TOY, assert_same, everything, many, random_params, rows, run
 from jax.sharding import PartitionSpec
 
+import baselines
 import checkpoint
 import data
 import gn
@@ -40,6 +43,26 @@ def stepped(case):
     if case == "soap":
         state, _ = module.update(state, *many(TOY, 4), config)
     return module.update(state, *many(TOY, 4), config)
+
+
+def test_devices_share_muons_matrices():
+    """Of a stack of 16 each of four devices has four to orthogonalize; what they made is gathered, and nothing else."""
+    network, optimizer = dataclasses.replace(TOY, n_layers=4, d_model=32, d_ff=48), baselines.muon(0.1, 0.9, 0.01, 1.0)
+    params = random_params(network)
+    steps, flops = [], []
+    for n in (1, 2, 4):
+        mesh = parallel.mesh(n)
+        assert mesh.size == n
+        with jax.set_mesh(mesh):
+            args = params, parallel.jit(optimizer.init)(params), params
+            program = parallel.jit(optimizer.update).lower(*args).compile()
+            steps.append(program(*args)[0])
+        flops.append(program.cost_analysis()["flops"])
+        gathered = len(re.findall(r" all-gather\(", program.as_text()))
+        assert gathered == (3 if n > 1 else 0)  # 16 of 32 x 32, 4 of 32 x 48, 4 of 48 x 32
+    assert flops[1] < 0.6 * flops[0] and flops[2] < 0.6 * flops[1]  # nearly all of it are these products
+    for step in steps[1:]:
+        assert_close(step, steps[0], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", CASES)
