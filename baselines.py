@@ -4,9 +4,9 @@
     Muon:   θ - lr sqrt(max(1, out/in)) NS(m)           NS: Newton-Schulz, m = U S Vᵀ -> about U Vᵀ
     SOAP:   θ - lr Q_L (m / sqrt(v)) Q_Rᵀ               Adam in the eigenbasis Q of Shampoo's factors GGᵀ and GᵀG
 
-A batch is `inner_steps` inner batches whose gradients are averaged, so its size is not limited by memory. AdamW and
-Muon are optax's. Muon takes the matrices inside the blocks, AdamW the embedding, the head and the norms. Gauss-Newton
-uses the same Muon as its inner optimizer.
+A batch is `inner_steps` inner batches whose gradients are averaged, so its size is not limited by memory. AdamW is
+optax's, and so is Muon but for its momentum, which stays in float32. Muon takes the matrices inside the blocks, AdamW
+the embedding, the head and the norms. Gauss-Newton uses the same Muon as its inner optimizer.
 """
 
 from dataclasses import dataclass, replace
@@ -124,7 +124,7 @@ def adamw(lr, b1, b2, weight_decay, clip):
 def muon(lr, momentum, weight_decay, clip, dtype="float32"):
     """Muon on the stacked matrices [L, in, out], AdamW on the rest, as an optax transformation; lr may be traced.
 
-    dtype: what Newton-Schulz computes in. Momentum, decay and lr are in float32 around it, not optax's own inside.
+    dtype: what Newton-Schulz computes in. Momentum, weight decay and lr are applied around it, in float32.
     """
     stacked = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)  # by default optax sends them to Adam
     step = optax.contrib.muon(-1.0, beta=0.0, nesterov=False, muon_weight_dimension_numbers=lambda _: stacked)
@@ -134,7 +134,10 @@ def muon(lr, momentum, weight_decay, clip, dtype="float32"):
 
 
 def nesterov(decay):
-    """b m̂ + (1 - b) ĝ, where m is the moving average of g and b its decay: optax's momentum of Muon."""
+    """b m / (1 - b^(t+1)) + (1 - b) g / (1 - b^t) at update t = 1, 2, ..: as in optax's Muon.
+
+    m: the moving average of the gradient g, b: its decay.
+    """
 
     def update(grads, state, params=None):
         m, t = optax.tree.update_moment(grads, state.ema, decay, 1), state.count + 1

@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton
 
 from linear import linear
 
-ROWS, SUMMED = 4, 16  # positions that a program of the kernel sees, one after another, and where it leaves their sum
+ROWS, SUMMED = 4, 16  # positions that a program goes through; the same where it also sums the norms' gradients
 WARPS = 2
 
 
@@ -166,7 +166,7 @@ def positions(g, counts, T, half, turn, whole, parts, norms, *results):
 
 def one_part(g, heads, half, rows_left, turn, rows, norms, out, sums):
     """What the kernel does with q, k or v; rows, out: a reference, and which of its heads is the first of the part."""
-    tall, broad = pl.next_power_of_2(heads), norms[0].shape[-1] if norms else out[0].shape[-1]
+    tall, broad = pl.next_power_of_2(heads), out[0].shape[-1]
     column = jnp.arange(broad) < half
     inside = (jnp.arange(tall) < heads)[:, None] & column[None]
     place = lambda i, ref, first, *at: ref.at[*at, pl.ds(first, tall), pl.ds(i, 1), :]
@@ -190,6 +190,6 @@ def one_part(g, heads, half, rows_left, turn, rows, norms, out, sums):
         store(made, *out, r)
         return jax.tree.map(jnp.add, totals, more)
 
-    zero = [[jnp.zeros_like(a) for a in pair] for pair, _ in zip(fixed, sums, strict=False)]
+    zero = jax.tree.map(jnp.zeros_like, fixed[: len(sums)])
     for pair, ref in zip(jax.lax.fori_loop(0, rows_left, position, zero), sums, strict=True):
         store(pair, ref, 0)

@@ -61,7 +61,7 @@ def layer(config, p, h):
     """One layer: int32 ids [B, T] or [B, T, D] -> [B, T, D]."""
     if "embedding" in p:
         return model.embed(p, h)
-    h = model.block(config, p, h)
+    h = model.block(config, {name: a for name, a in p.items() if name != "final_norm"}, h)  # one trace for all
     return model.rms_norm(h, p["final_norm"]) if "final_norm" in p else h
 
 

@@ -3,6 +3,7 @@
 `linear(f, transpose, residuals, *x)` is f(residuals, *x), linear in the x, whose transpose is transpose(residuals, *u),
 whose transpose is f again. With a jax.custom_jvp around it a function gets a pushforward and a pullback by hand:
 jax.jvp and jax.linearize meet the one, jax.vjp and jax.linear_transpose the other, jax.vmap goes over a stack of x.
+`remade` uses it so that a pullback, and only that, computes again what it needs.
 """
 
 from functools import partial

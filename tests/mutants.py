@@ -62,7 +62,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("gn.py", "the line search on its first fresh batch only", "alphas, fresh(k), config.model)", "alphas, fresh(0), config.model)"),
     ("gn.py", "infinite weights with a finite loss accepted", "(alpha == 0) | finite", "(alpha == 0) | (alpha > 0)"),
     ("gn.py", "NaN taken for the least loss", "jnp.argmin(jnp.where(jnp.isfinite(total), total, jnp.inf))", "jnp.argmin(total)"),
-    ("gn.py", "the average is overwritten", "averaged(state.average, theta, config.average)", "averaged(state.theta, theta, config.average)"),
+    ("gn.py", "the average of inner iterates is overwritten", "averaged(state.average, theta, config.average)", "averaged(state.theta, theta, config.average)"),
     ("gn.py", "an average over outer steps that counts each as one", "config.average**config.inner_steps", "config.average"),
     ("gn.py", "an average over inner steps with cg, which has none", 'not self.line_search and self.inner != "cg"', "not self.line_search"),
     # schedules
@@ -220,7 +220,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("linear.py", "what a pullback needs kept for it", "jax.vjp(f, *jax.lax.optimization_barrier(residuals[0]))", "jax.vjp(f, *residuals[0])"),
     ("parallel.py", "every device orthogonalizes every matrix", "if mesh.size < 2 or len(stack) % mesh.size:", "if mesh.size < 9:"),
     ("parallel.py", "the momentum gathered along with the step", "stack = lay(stack, spec(mesh, stack))  # or", "stack = stack  # or"),
-    ("baselines.py", "momentum's bias of one step before", "m, t = optax.tree.update_moment(grads, state.ema, decay, 1), state.count + 1", "m, t = optax.tree.update_moment(grads, state.ema, decay, 1), state.count + 2"),
+    ("baselines.py", "momentum's bias of one step later", "m, t = optax.tree.update_moment(grads, state.ema, decay, 1), state.count + 1", "m, t = optax.tree.update_moment(grads, state.ema, decay, 1), state.count + 2"),
 ]
 
 

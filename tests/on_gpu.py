@@ -1,8 +1,9 @@
 """The kernels on a GPU, against plain XLA operations in float32: `python tests/on_gpu.py --model 45m`.
 
 A line for each check, as soon as it is known: the relative error |a - exact| / |exact|, and what it may be. Status 0; 1
-where a check has failed; 2, with one line, where there is no GPU. tests/test_attention.py and test_cross_entropy.py
-check the same kernels step by step on any machine; here are what a compiler for GPUs makes of them, and cuDNN.
+where a check has failed; 2, with one line, where there is no GPU. tests/test_attention.py, test_heads.py and
+test_cross_entropy.py check the same kernels step by step on any machine; here are what a compiler for GPUs makes of
+them, and cuDNN.
 """
 
 import argparse
@@ -12,8 +13,6 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"  # compiles sooner
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +73,7 @@ def of_kernel(name, fused, plain, at, d, u, bound):
         exact = derivatives(plain, *single((at, d, u)))
     for what in got:
         for i, (a, b) in enumerate(zip(*map(jax.tree.leaves, (got[what], exact[what])), strict=True)):
-            yield compared(f"{name} {what} {i}", a, b, bound)
+            yield compared(f"{name} {what} {i}", a, b, bound if a.dtype == jnp.bfloat16 else 1e-5)
 
 
 def attention_checks(fused=attention.fused, widths=(16, 48, 128), contexts=(1, 77, 1024)):
@@ -87,7 +86,7 @@ def attention_checks(fused=attention.fused, widths=(16, 48, 128), contexts=(1, 7
         yield from of_kernel(name, fused, plain, tuple(x[:3]), tuple(x[3:6]), x[6], 0.006)
 
 
-def heads_checks(interpret=False, sizes=((16, 4, 2, 77), (48, 16, 16, 1024), (64, 8, 8, 9))):
+def heads_checks(interpret=False, sizes=((16, 4, 2, 77), (48, 16, 16, 1024), (64, 6, 3, 9))):
     """The same of queries, keys and values made from one product, with QK-norm and without."""
     for K, H, G, T in sizes:
         counts, rows = (H, G, G), [(2, T, n, 2, K // 2) for n in (H + 2 * G, H + 2 * G, H, G, G)]
@@ -190,6 +189,7 @@ def main():
     parser.add_argument("--model", default="45m", choices=model.PRESETS, help="the network of the whole gradients")
     parser.add_argument("--batch", default=4, type=int, help="its sequences of random tokens")
     args = parser.parse_args()
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"  # compiles sooner
     if jax.default_backend() != "gpu":
         print(f"on_gpu.py: no GPU: the default backend of JAX is {jax.default_backend()}", file=sys.stderr)
         return 2

@@ -195,7 +195,7 @@ def changes(at, d):
     _, exact = jax.jvp(attention.attention, single(at), single(d))
     plain, kernel = (jax.jvp(f, at, d)[1] for f in BOTH.values())
     o, lse = attention.plain(*at)
-    off = [lse + 1 / 64, lse - 1 / 64, single(lse.astype(jnp.bfloat16))]
+    off = [lse + 1 / 64, lse - 1 / 64, lse.astype(jnp.bfloat16)]
     return single((exact, plain, kernel, *(attention.pushforward(*at, o, a, *d, interpret=True) for a in off)))
 
 

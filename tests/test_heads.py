@@ -9,6 +9,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import on_gpu
 import pytest
 from conftest import TOY, random_params, random_tokens
 from jax.experimental import pallas as pl
@@ -118,6 +119,11 @@ def test_the_kernel_computes_in_float32_and_rounds_once(norms):
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(exact), strict=True):
             assert a.dtype == (jnp.bfloat16 if a.ndim > 3 else jnp.float32)
             np.testing.assert_allclose(single(a), b, rtol=2.0**-8 if a.ndim > 3 else 1e-5, atol=1e-5)
+
+
+def test_the_checks_for_a_gpu_pass_step_by_step():
+    total, failed = on_gpu.report(on_gpu.heads_checks(True, ((16, 4, 2, 5), (6, 3, 3, 9))))
+    assert total == 36 and failed == 0
 
 
 OTHER = {"n_kv_heads": 2, "mlp": "swiglu", "qk_norm": False}
