@@ -1,106 +1,40 @@
 """Text to batches: documents -> token ids in flat files -> batch = f(seed, index).
 
-A corpus is a sequence of documents. Each is tokenized once, followed by end-of-text, into data/<name>/train.bin or
-val.bin, flat uint16 files that training reads through a memory map. The held-out 5% are the documents whose hash is
-smallest, so a document that occurs twice cannot be on both sides. A window is T+1 consecutive ids; windows overlap in
-one id, so that every id but the first is predicted once an epoch. Nothing here has a state: batch `index` of seed
-`seed` is the same whoever asks, and whenever.
+A corpus is a sequence of documents (documents.py). Each is tokenized once, followed by end-of-text, into flat uint16
+files, for each source one of training and one of held-out documents, which training reads through a memory map. The
+held-out 5% are the documents whose hash is smallest, so a document that occurs twice cannot be on both sides; C4 has
+some of its own. A window is T+1 consecutive ids; windows overlap in one id, so that every id but the first is predicted
+once an epoch. Nothing here has a state: batch `index` of seed `seed` is the same whoever asks, and whenever.
+
+`python data.py c4 --tokens 2b` makes the files before a run asks for them.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
-import sysconfig
-import tempfile
+import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from tqdm import tqdm
+
+import documents
+import flags
+from tokenizer import tokenizer
 
 HELD_OUT = 0.05  # fraction of the documents that only validation reads
-DOCUMENT = 4096  # characters after which a plain text file is cut at the next empty line; at four times that, anywhere
-
-
-class Tokenizer(NamedTuple):
-    """Ids of a text and back."""
-
-    name: str
-    vocab_size: int  # ids, V
-    end_of_text: int  # the id that follows each document
-    encode: Callable  # str -> uint16 [n]
-    decode: Callable  # ids [n] -> str
-
-
-def tokenizer(name, vocab_size=0):
-    """The tokenizer called `name`, with `vocab_size` ids (0 = its default). Raises ValueError where there is none such.
-
-    bytes: the 256 values of a UTF-8 byte. Value 0 does not occur in text and stands for end-of-text.
-    """
-    if name == "gpt2":
-        raise ValueError("tokenizer gpt2 is not there yet; valid: bytes")
-    if name != "bytes":
-        raise ValueError(f"tokenizer is {name!r}; valid: bytes")
-    if vocab_size not in (0, 256):
-        raise ValueError(f"vocab_size is {vocab_size}; tokenizer bytes has 256 ids")
-    encode = lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
-    return Tokenizer(name, 256, 0, encode, lambda ids: bytes(int(i) for i in ids).decode(errors="replace"))
-
-
-def files(corpus):
-    """The files of a corpus, in order. Raises ValueError where there are none.
-
-    stdlib: the .py files of the running Python's standard library, without tests. Otherwise a path to a .txt file.
-    """
-    if corpus == "c4":
-        raise ValueError("data c4 is not there yet; valid: --model tiny, or --data FILE.txt --tokenizer bytes")
-    if corpus != "stdlib":
-        path = Path(corpus)
-        if path.suffix != ".txt":
-            raise ValueError(f"data is {corpus!r}; valid: stdlib, or the path of a .txt file")
-        if not path.is_file():
-            raise ValueError(f"data {corpus}: there is no such file")
-        return [path]
-    return library(Path(sysconfig.get_path("stdlib")))
-
-
-@lru_cache(maxsize=1)
-def library(root):
-    """The .py files below the folder of a standard library, in order. Raises ValueError where there are none."""
-    skip = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    found = [p for p in sorted(root.rglob("*.py")) if skip.isdisjoint(p.relative_to(root).parts)]
-    found = [p for p in found if not p.name.startswith("_sysconfigdata")]  # written by the build, not by a person
-    if not found:
-        raise ValueError(f"data stdlib: no .py files in {root}; give the path of a .txt file")
-    return found
-
-
-def documents(paths):
-    """The documents of the files, one str at a time: a .py file is one, a .txt file is cut into some: see DOCUMENT.
-
-    Raises ValueError where a file is not text.
-    """
-    for path in paths:
-        part, size, cut = [], 0, path.suffix == ".txt"
-        try:
-            with open(path, encoding="utf-8") as f:
-                for line in iter(lambda: f.readline(DOCUMENT), ""):
-                    if "\0" in line:
-                        raise ValueError(f"data {path}: not text: it holds a zero byte")
-                    part.append(line)
-                    size += len(line)
-                    if cut and (size >= DOCUMENT and not line.strip() or size >= 4 * DOCUMENT):
-                        yield "".join(part)
-                        part, size = [], 0
-        except UnicodeDecodeError as error:
-            raise ValueError(f"data {path}: not text: {error.reason} in UTF-8 at byte {error.start}") from None
-        if "".join(part).strip():
-            yield "".join(part)
+SMALL = 2**28  # bytes of a corpus that is read twice, so that it is this fraction exactly
+CHUNK = 512  # documents that are tokenized at a time
+SAVE_SECONDS = 10  # from one record of what is done to the next
 
 
 class Corpus(NamedTuple):
@@ -108,57 +42,160 @@ class Corpus(NamedTuple):
 
     train: np.ndarray  # uint16 ids, memory-mapped
     val: np.ndarray  # uint16 ids of the held-out documents, memory-mapped
-    meta: dict  # counts of documents, tokens and bytes, and the sha256 of the two files
+    meta: dict  # counts of documents, tokens and bytes, and the sha256 of both sides
 
 
-def prepare(corpus, tok, context, folder="data"):
-    """The corpus as token files in `folder`, made at the first call and found again later.
+class Joined:
+    """Arrays one behind another, as one that can be sliced: what is not asked for stays on disk."""
 
+    def __init__(self, parts):
+        ends = np.cumsum([len(part) for part in parts])
+        self.parts = [(part, int(end) - len(part), int(end)) for part, end in zip(parts, ends, strict=True)]
+
+    def __len__(self):
+        return self.parts[-1][2]
+
+    def __getitem__(self, where):
+        start, stop, _ = where.indices(len(self))
+        some = [part[max(0, start - a) : stop - a] for part, a, b in self.parts if a < stop and start < b]
+        return np.concatenate(some) if some else self.parts[0][0][:0]
+
+
+def prepare(corpus, tok, context, need=float("inf"), folder="data"):
+    """The corpus as token files in `folder`, of as many of its sources as hold `need` training tokens, if it has them.
+
+    What is not there yet is made; where that was interrupted, it goes on. Of two processes one waits for the other.
     Raises ValueError where the corpus is missing, empty, not text, or shorter than a window of `context` + 1 tokens on
     either side; then nothing is left behind.
     """
-    paths = files(corpus)
-    stats = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
-    key = hashlib.sha256(json.dumps([stats, tok.name, tok.vocab_size, HELD_OUT, DOCUMENT]).encode()).hexdigest()[:12]
-    home = Path(folder) / f"{Path(corpus).stem}-{tok.name}-{key}"
-    if not home.exists():
-        os.makedirs(folder, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder))
-        try:
-            check(corpus, write(paths, tok, draft), context)
-            try:
-                os.replace(draft, home)
-            except OSError:
-                if not home.exists():  # where it does, another process was faster
-                    raise
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+    found = documents.sources(corpus)
+    about = [[[s.name, s.stamp] for s in found], tok.name, tok.vocab_size, HELD_OUT, documents.PIECE]
+    key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
+    home, shards = Path(folder) / f"{Path(corpus).stem}-{tok.name}-{key}", []
+    home.mkdir(parents=True, exist_ok=True)
+    try:
+        with locked(home / "lock"):
+            held_out, have = rule(found), 0
+            for i, source in enumerate(sorted(found, key=lambda s: not s.held_out)):
+                if source.held_out or have < need:
+                    shards.append(shard(source, tok, held_out, home / f"{i:05}", have, need))
+                    have += shards[-1]["train_tokens"]
+        meta = {name: sum(s[name] for s in shards) for name in shards[0] if name != "sha256"}
+        check(corpus, meta, context)
+    except ValueError:
+        if sum(s["train_tokens"] + s["val_tokens"] for s in shards) < 2 * (context + 1):  # nothing worth keeping
+            shutil.rmtree(home, ignore_errors=True)
             with suppress(OSError):
                 os.rmdir(folder)  # where it is empty
-    meta = json.loads((home / "meta.json").read_text())
-    check(corpus, meta, context)
-    return Corpus(*(np.memmap(home / f"{side}.bin", np.uint16, "r") for side in ("train", "val")), meta)
+        raise
+    sides, hashes = [], {}
+    for side in ("train", "val"):
+        files = [home / f"{i:05}.{side}.bin" for i, s in enumerate(shards) if s[f"{side}_tokens"]]
+        parts = [np.memmap(path, np.uint16, "r") for path in files]
+        sides.append(parts[0] if len(parts) == 1 else Joined(parts))
+        hashes[side] = hashlib.sha256("".join(s["sha256"][side] for s in shards).encode()).hexdigest()
+    return Corpus(*sides, meta | {"sha256": hashes})
 
 
-def write(paths, tok, home):
-    """Tokenizes the documents of `paths` into home/train.bin and val.bin; returns the counts of meta.json."""
+@contextmanager
+def locked(path):
+    """One process at a time; the lock goes with the process that holds it, however that ends."""
+    with open(path, "w") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        yield
+
+
+def rule(found):
+    """Of a text, whether it is held out.
+
+    No text is where whole sources are. Otherwise the 5% with the smallest hashes: exactly, and at least one, of a
+    corpus below SMALL bytes; of a larger one those below 5% of all hashes, for which nobody must have seen them all.
+    """
     digest = lambda text: hashlib.sha256(text.encode()).digest()[:8]
-    digests = sorted({digest(text) for text in documents(paths)})
-    held_out = set(digests[: max(1, round(HELD_OUT * len(digests)))]) if len(digests) > 1 else set()
-    meta = {"documents": len(digests)}
-    hashes = {side: hashlib.sha256() for side in ("train", "val")}
-    meta |= {f"{side}_{unit}": 0 for side in hashes for unit in ("tokens", "bytes")}
-    with open(home / "train.bin", "wb") as train, open(home / "val.bin", "wb") as val:
-        for text in documents(paths):
-            side, out = ("val", val) if digest(text) in held_out else ("train", train)
-            ids = np.append(tok.encode(text), np.uint16(tok.end_of_text)).tobytes()
-            out.write(ids)
-            hashes[side].update(ids)
-            meta[f"{side}_tokens"] += len(ids) // 2
-            meta[f"{side}_bytes"] += len(text.encode())
-    meta["sha256"] = {side: h.hexdigest() for side, h in hashes.items()}
-    (home / "meta.json").write_text(json.dumps(meta, indent=1))
+
+    @lru_cache(maxsize=1)  # asked for when the first text comes: not where all is done
+    def largest():
+        if any(source.held_out for source in found):
+            return b""
+        if sum(source.size for source in found) > SMALL:
+            return int(HELD_OUT * 2**64).to_bytes(8, "big")
+        digests = sorted({digest(text) for source in found for text in source.read()})
+        return digests[max(1, round(HELD_OUT * len(digests))) - 1] if len(digests) > 1 else b""
+
+    return lambda text: digest(text) <= largest()
+
+
+def shard(source, tok, held_out, path, have, need):
+    """The counts of one source's token files, path.train.bin and path.val.bin, which are made where they are not."""
+    done = Path(f"{path}.json")
+    if done.exists():
+        meta = json.loads(done.read_text())
+        if all(checksum(f"{path}.{side}.bin") == meta["sha256"][side] for side in ("train", "val")):
+            return meta
+        print(f"{path}: a token file is damaged; it is made again", file=sys.stderr)
+        done.unlink()
+    meta = write(source, tok, held_out, path, have, need)
+    meta["sha256"] = {side: checksum(f"{path}.{side}.bin") for side in ("train", "val")}
+    put(done, meta)
+    Path(f"{path}.progress").unlink()
     return meta
+
+
+def checksum(path):
+    """The sha256 of a file; None where there is none."""
+    with suppress(FileNotFoundError), open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def put(path, value):
+    """Writes JSON so that the file is the old one or the new one, whole."""
+    draft = Path(f"{path}.draft")
+    with open(draft, "w") as f:
+        json.dump(value, f)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(draft, path)
+
+
+def write(source, tok, held_out, path, have, need):
+    """Tokenizes a source, going on where an earlier call was interrupted. Returns the counts of what it wrote."""
+    progress, sides = Path(f"{path}.progress"), {side: Path(f"{path}.{side}.bin") for side in ("train", "val")}
+    meta = {"documents": 0} | {f"{side}_{unit}": 0 for side in sides for unit in ("tokens", "bytes")}
+    if progress.exists():
+        meta = json.loads(progress.read_text())
+    size = lambda side: sides[side].stat().st_size if sides[side].exists() else 0
+    if any(size(side) < 2 * meta[f"{side}_tokens"] for side in sides):  # what was counted is not all there
+        meta = dict.fromkeys(meta, 0)
+    texts, saved = islice(source.read(), meta["documents"], None), time.monotonic()
+    with ExitStack() as stack:
+        out = {side: stack.enter_context(open(file, "ab")) for side, file in sides.items()}
+        threads = stack.enter_context(ThreadPoolExecutor(os.cpu_count()))  # tiktoken works outside Python's lock
+        total = None if need == float("inf") else need
+        bar = stack.enter_context(tqdm(desc=source.name, unit=" tokens", unit_scale=True, total=total, disable=None))
+        for side, f in out.items():
+            f.truncate(2 * meta[f"{side}_tokens"])
+        for chunk in iter(lambda: list(islice(texts, CHUNK)), []):
+            for text, ids in zip(chunk, threads.map(tok.encode, chunk), strict=True):
+                side = "val" if source.held_out or held_out(text) else "train"
+                out[side].write(ids.tobytes() + np.uint16(tok.end_of_text).tobytes())
+                meta[f"{side}_tokens"] += len(ids) + 1
+                meta[f"{side}_bytes"] += len(text.encode())
+            meta["documents"] += len(chunk)
+            bar.n = have + meta["train_tokens"]
+            bar.refresh()
+            if time.monotonic() - saved > SAVE_SECONDS:
+                keep(out, progress, meta)
+                saved = time.monotonic()
+        keep(out, progress, meta)
+    return meta
+
+
+def keep(out, progress, meta):
+    """What was written is on disk before it is counted."""
+    for f in out.values():
+        f.flush()
+        os.fsync(f.fileno())
+    put(progress, meta)
 
 
 def check(corpus, meta, context):
@@ -210,3 +247,35 @@ class Ahead:
         batch = this.result()
         self.waited += time.perf_counter() - start
         return batch
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to prepare."""
+
+    tokens: int = 2_000_000_000  # training tokens at least, if the corpus has them: sources are taken whole
+    tokenizer: str = "gpt2"  # bytes | gpt2
+    vocab_size: int = 0  # ids; default 256 for bytes, 32000 for gpt2
+
+
+def main(argv=None):
+    """Runs the command line. Status 0, or 2 with one line said of bad input, or 1 of a failure of the machine."""
+    corpus, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if corpus.startswith("-"):
+        corpus, words = "", [corpus, *words]
+    try:
+        config = Config(**flags.parse(words, flags.fields_of(Config), vars(Config()), __doc__))
+        made = prepare(corpus, tokenizer(config.tokenizer, config.vocab_size), 1, config.tokens)
+    except (ValueError, OSError) as error:
+        print(f"data.py: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    except KeyboardInterrupt:
+        print("data.py: stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    train, val = (f"{made.meta[f'{side}_tokens']:,}" for side in ("train", "val"))
+    print(f"{made.meta['documents']:,} documents: {train} tokens to train on, {val} held out")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -31,11 +31,12 @@ import layerwise_gn
 import model
 import parallel
 import report
+from tokenizer import Tokenizer, tokenizer
 
 METHODS = {method.__name__: (method, method.Config) for method in (gn, gn_prox, layerwise_gn)}
 METHODS |= {cls.__name__.lower(): (baselines, cls) for cls in (baselines.AdamW, baselines.Muon, baselines.SOAP)}
 DERIVED = ("model", "inner_steps", "outer_steps", "inner_tokens")  # fields of a method's Config that are not flags
-WARMUP_CODE = "baselines data attention cross_entropy heads linear model parallel soap".split()  # of a warm-up
+WARMUP_CODE = "attention baselines cross_entropy data documents flags heads linear model parallel soap tokenizer"
 loss = jax.jit(lambda network, *args: parallel.mean(partial(model.loss, network))(*args), static_argnums=0)
 
 
@@ -45,8 +46,8 @@ class Config:
 
     method: str = "gn"  # gn (Algorithm 1) | gn_prox (Algorithm 2) | layerwise_gn (Section 6.3) | adamw | muon | soap
     model: str = "45m"  # tiny | 45m | 150m: the preset of the network (Appendix E)
-    data: str = None  # stdlib (the source of Python's standard library) or the path of a .txt file; c4 is to come
-    tokenizer: str = None  # bytes; gpt2 is to come
+    data: str = None  # c4 (streamed) | stdlib (Python's own source) | a file or folder: .txt .jsonl .json.gz .parquet
+    tokenizer: str = None  # bytes | gpt2 (cut to --vocab-size ids; 0 = 32000, Section 5)
     batch: int = None  # tokens in a batch, i.e. an outer step, line search not included (Appendix H: 400k to 120m)
     tokens: int = None  # tokens of the run, warm-up and line search not included; default 20 a parameter (Section 5)
     steps: int = None  # outer steps; else tokens / batch
@@ -98,7 +99,7 @@ class Run(NamedTuple):
     method: Any  # the module: init and update
     settings: Any  # the method's Config, sizes filled in
     mesh: jax.sharding.Mesh  # the devices
-    tokenizer: data.Tokenizer
+    tokenizer: Tokenizer
     parameters: int  # how many the model has
     values: dict  # of every flag
 
@@ -150,9 +151,8 @@ def configure(argv, home=None):
     values = parse(argv)
     pick = lambda cls: {name: values[name] for name in flags.fields_of(cls, DERIVED if cls is not Config else ())}
     config = Config(**pick(Config))
-    data.files(config.data)
-    tokenizer = data.tokenizer(config.tokenizer, values["vocab_size"])
-    network = model.Config(**pick(model.Config) | {"vocab_size": tokenizer.vocab_size})
+    ids = tokenizer(config.tokenizer, values["vocab_size"])
+    network = model.Config(**pick(model.Config) | {"vocab_size": ids.vocab_size})
     if config.batch < network.context:
         raise ValueError(f"batch is {config.batch} tokens, fewer than one sequence of context {network.context}")
     parameters = model.size(network)
@@ -164,14 +164,14 @@ def configure(argv, home=None):
     method, cls = METHODS[config.method]
     searches = {"inner_tokens": inner_tokens} if issubclass(cls, gn.Config) else {}
     settings = cls(network, inner_steps, steps, **searches, **pick(cls))
-    values |= {"vocab_size": tokenizer.vocab_size, "batch": batch, "tokens": tokens, "steps": steps, "out": None}
+    values |= {"vocab_size": ids.vocab_size, "batch": batch, "tokens": tokens, "steps": steps, "out": None}
     values["eval_every"] = config.eval_every or max(1, config.eval_tokens // batch)
     values |= {name: getattr(settings, name) for name in pick(cls)}
     digest = checkpoint.digest(values, checkpoint.code())[:6]
     name = f"{config.method}-{config.model}-{batch}-lr{settings.lr}-seed{config.seed}-{digest}"
     values["out"] = f"{home or 'runs'}/{name}" if home or not config.out else config.out
     mesh = parallel.mesh(config.inner_batch, config.shard)
-    return Run(Config(**pick(Config)), method, settings, mesh, tokenizer, parameters, values)
+    return Run(Config(**pick(Config)), method, settings, mesh, ids, parameters, values)
 
 
 # ---- training ------------------------------------------------------------------------------------------------------
@@ -233,8 +233,7 @@ def warm_up(run, live):
     if not steps:
         return made["params"], None
     settings = baselines.AdamW(network, 1, steps, lr=config.warmup_lr, schedule="constant", warmup=0.1)
-    code = checkpoint.code(*WARMUP_CODE)
-    about = [jax.__version__, jax.devices()[0].device_kind, code]
+    about = [jax.__version__, jax.devices()[0].device_kind, checkpoint.code(*WARMUP_CODE.split())]
     key = checkpoint.digest(repr(settings), config.inner_batch, config.seed, live.corpus.meta["sha256"], about)
     path = Path("data") / f"warmup-{key[:12]}.npz"
     if not parallel.largest(not path.exists()):
@@ -376,8 +375,9 @@ def main(argv=None):
             runs = list({run.values["out"]: run for run in (configure(line, home) for line in lines)}.values())
             for run in runs:
                 checkpoint.check_folder(run.config.out, run.values | {"out": None})
-            prepare = lambda run: data.prepare(run.config.data, run.tokenizer, run.settings.model.context)
-            corpora = parallel.first(lambda: list(map(prepare, runs)))
+            need = lambda r: r.inner_tokens * (r.warmup_batches + 2 * r.config.steps * r.settings.inner_steps)
+            about = lambda r: (r.config.data, r.tokenizer, r.settings.model.context, need(r))  # the same for any method
+            corpora = parallel.first(lambda: [data.prepare(*about(run)) for run in runs])
             for run, corpus in zip(runs, corpora, strict=True):
                 checkpoint.check_folder(run.config.out, {"corpus": corpus.meta["sha256"]})
         except ValueError as error:

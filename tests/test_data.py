@@ -1,9 +1,14 @@
-"""What a run reads is a function of its seed and its step, and validation stays unseen."""
+"""What a run reads is a function of its seed and its step, validation stays unseen, and nothing stops preparation."""
 
+import gzip
 import hashlib
 import json
 import os
-import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import data
+import documents
 
 BYTES = data.tokenizer("bytes")
 
@@ -27,18 +33,11 @@ def text(n, seed=0):
     return ["".join(line() for _ in range(65)) + "\n" for _ in range(n)]
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")))
-def test_bytes_decode_what_they_encode(s):
-    ids = BYTES.encode(s)
-    assert BYTES.decode(ids) == s and ids.dtype == np.uint16
-    assert BYTES.end_of_text not in ids
-
-
 def test_every_document_is_on_one_side_whole_and_in_order(tmp_path):
     """The two files hold all documents, each followed by end-of-text; one that occurs twice is on one side only."""
     docs = text(40)
     docs += docs[:10]
-    corpus = data.prepare(write_text(tmp_path / "a.txt", docs), BYTES, 64, tmp_path / "data")
+    corpus = data.prepare(write_text(tmp_path / "a.txt", docs), BYTES, 64, folder=tmp_path / "data")
     sides = [BYTES.decode(side).split("\0")[:-1] for side in (corpus.train, corpus.val)]
     assert sorted(sides[0] + sides[1]) == sorted(docs)
     assert not set(sides[0]) & set(sides[1])
@@ -46,12 +45,12 @@ def test_every_document_is_on_one_side_whole_and_in_order(tmp_path):
     assert sides[0] == [d for d in docs if d in sides[0]]
     meta = corpus.meta
     assert (meta["train_tokens"], meta["val_tokens"]) == (len(corpus.train), len(corpus.val))
-    assert meta["val_bytes"] == len(corpus.val) - len(sides[1]) and meta["documents"] == 40
+    assert meta["val_bytes"] == len(corpus.val) - len(sides[1]) and meta["documents"] == 50
 
 
 def test_validation_documents_never_appear_in_training_batches(tmp_path):
     """No line of a held-out document is in any window of a whole epoch."""
-    corpus = data.prepare(write_text(tmp_path / "a.txt", text(30)), BYTES, 64, tmp_path / "data")
+    corpus = data.prepare(write_text(tmp_path / "a.txt", text(30)), BYTES, 64, folder=tmp_path / "data")
     n = data.windows(corpus.train, 64)
     seen = "".join(BYTES.decode(data.batch(corpus.train, 64, 1, 0, i)[0]) for i in range(n))
     for piece in BYTES.decode(corpus.val).replace("\0", " ").split():
@@ -84,74 +83,170 @@ def test_batches_are_a_function_of_seed_and_index():
     np.testing.assert_array_equal(np.concatenate([batch(1, 0), batch(1, 1)]), data.batch(tokens, 16, 8, 1, 0))
 
 
-def test_prepared_once_and_made_again_when_the_text_changes(tmp_path):
+def folders(path):
+    return sorted(p.name for p in path.iterdir())
+
+
+def test_prepared_once_and_made_again_when_the_text_changes(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
-    first = data.prepare(write_text(path, text(10)), BYTES, 64, tmp_path / "data").meta
-    (home,) = (tmp_path / "data").iterdir()
-    marked = {**first, "documents": 77}
-    (home / "meta.json").write_text(json.dumps(marked))
-    assert data.prepare(str(path), BYTES, 64, tmp_path / "data").meta == marked  # read, not made again
-    assert data.prepare(write_text(path, text(11)), BYTES, 64, tmp_path / "data").meta["documents"] == 11
+    first = data.prepare(write_text(path, text(10)), BYTES, 64, folder=tmp_path / "data")
+    for side, ids in (("train", first.train), ("val", first.val)):
+        each = hashlib.sha256(ids.tobytes()).hexdigest()
+        assert first.meta["sha256"][side] == hashlib.sha256(each.encode()).hexdigest()  # of one shard
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "write", None)  # read, not made again
+        assert data.prepare(str(path), BYTES, 64, folder=tmp_path / "data").meta == first.meta
+    assert data.prepare(write_text(path, text(11)), BYTES, 64, folder=tmp_path / "data").meta["documents"] == 11
     write_text(path, text(11, seed=1))  # as long as before
     os.utime(path, ns=(1, 1))
-    assert len(list((tmp_path / "data").iterdir())) == 2
-    last = data.prepare(str(path), BYTES, 64, tmp_path / "data")
-    assert len(list((tmp_path / "data").iterdir())) == 3
-    for side, ids in (("train", last.train), ("val", last.val)):
-        assert last.meta["sha256"][side] == hashlib.sha256(ids.tobytes()).hexdigest()
+    assert len(folders(tmp_path / "data")) == 2
+    last = data.prepare(str(path), BYTES, 64, folder=tmp_path / "data")
+    assert len(folders(tmp_path / "data")) == 3 and last.meta["sha256"] != first.meta["sha256"]
 
 
-def test_stdlib_is_real_text_on_every_machine():
-    """Some hundred files, all text, none of them tests or other people's packages."""
-    paths = data.files("stdlib")
-    assert len(paths) > 300 and any(p.name == "argparse.py" for p in paths)
-    root = next(p for p in paths if p.name == "argparse.py").parent
-    assert not any({"site-packages", "test", "tests"} & set(p.relative_to(root).parts) for p in paths)
-    total = sum(len(document) for document in data.documents(paths))
-    assert total > 5_000_000
+@pytest.mark.parametrize("damage", ["flipped", "shorter", "gone"])
+def test_a_damaged_token_file_is_made_again(tmp_path, capsys, damage):
+    """With a warning; the same as it was."""
+    path = write_text(tmp_path / "a.txt", text(10))
+    first = data.prepare(path, BYTES, 64, folder=tmp_path / "data")
+    (file,) = (tmp_path / "data").glob("*/*.train.bin")
+    whole = file.read_bytes()
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(whole[:-2] if damage == "shorter" else whole[:1001] + bytes([whole[1001] ^ 1]) + whole[1002:])
+    again = data.prepare(path, BYTES, 64, folder=tmp_path / "data")
+    assert "damaged; it is made again" in capsys.readouterr().err
+    assert file.read_bytes() == whole and again.meta == first.meta
 
 
-def test_a_python_file_is_one_document_and_a_text_file_is_cut(tmp_path):
-    """A module is held out whole or not at all; a text at the next empty line after DOCUMENT characters."""
-    text_of = "".join(text(5))
-    for name, count in (("a.py", 1), ("a.txt", 5)):
-        (tmp_path / name).write_text(text_of)
-        found = list(data.documents([tmp_path / name]))
-        assert len(found) == count and "".join(found) == text_of
+def lines(folder, name, texts):
+    """A file in C4's format."""
+    folder.mkdir(exist_ok=True)
+    with gzip.open(folder / name, "wt") as f:
+        f.write("".join(json.dumps({"text": t, "url": "x"}) + "\n" for t in texts))
 
 
-def test_what_a_build_wrote_is_no_source(tmp_path):
-    for name in ("_sysconfigdata_x.py", "a.py", "b.pyc"):
-        (tmp_path / name).touch()
-    assert [path.name for path in data.library(tmp_path)] == ["a.py"]
+def test_a_folder_is_read_file_by_file_and_only_as_far_as_needed(tmp_path):
+    """Held-out files first; then others until there are `need` tokens; all of them as one array."""
+    texts = text(12)
+    for i in range(3):
+        lines(tmp_path / "c", f"c4-train.{i}.json.gz", texts[4 * i : 4 * i + 4])
+    lines(tmp_path / "c", "c4-validation.0.json.gz", text(2, seed=5))
+    join = lambda texts: "".join(t + "\0" for t in texts)
+    for need, files in ((1, 1), (len(join(texts[:4])), 1), (len(join(texts[:4])) + 1, 2), (float("inf"), 3)):
+        corpus = data.prepare(str(tmp_path / "c"), BYTES, 64, need, tmp_path / "data")
+        assert BYTES.decode(corpus.train[:]) == join(texts[: 4 * files])
+        assert BYTES.decode(corpus.val[:]) == join(text(2, seed=5))
+        assert corpus.meta["documents"] == 4 * files + 2
+    assert len(folders(tmp_path / "data")) == 1
+    ids = data.batch(corpus.train, 64, 3, 0, 0)
+    assert ids.dtype == np.int32 and ids.shape == (3, 65)
 
 
-def test_a_python_without_source_is_said(tmp_path):
-    (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "a.py").touch()  # tests are not read
-    with pytest.raises(ValueError, match="no .py files"):
-        data.library(tmp_path)
+def test_where_no_file_is_held_out_documents_are(tmp_path, monkeypatch):
+    """5% of a small corpus exactly, at least one; of a large one each with a small hash, whichever others are there."""
+    texts = text(60)
+    for i in range(2):
+        lines(tmp_path / "c", f"{i}.json.gz", texts[30 * i : 30 * i + 30])
+    held_out = lambda name: BYTES.decode(data.prepare(str(tmp_path / name), BYTES, 64, folder=tmp_path / "d").val[:])
+    assert held_out("c").count("\0") == 3
+    monkeypatch.setattr(data, "SMALL", 100)
+    monkeypatch.setattr(data, "HELD_OUT", 0.2)
+    some = set(held_out("c").split("\0")) - {""}
+    assert 3 < len(some) < 30
+    (tmp_path / "c" / "1.json.gz").unlink()
+    assert set(held_out("c").split("\0")) - {""} == some & set(texts[:30])
 
 
-def test_two_processes_that_prepare_the_same_corpus(tmp_path, monkeypatch):
-    """The slower one finds the folder there, reads it and leaves no draft; an error of another kind is raised."""
-    path, replace = write_text(tmp_path / "a.txt", text(10)), os.replace
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size=1, max_size=4), st.data())
+def test_joined_arrays_are_sliced_as_one(parts, draw):
+    whole, joined = np.concatenate(parts), data.Joined([np.array(part) for part in parts])
+    start, stop = (draw.draw(st.integers(0, len(whole))) for _ in range(2))
+    assert len(joined) == len(whole)
+    np.testing.assert_array_equal(joined[start:stop], whole[start:stop])
+    np.testing.assert_array_equal(joined[start:], whole[start:])
 
-    def beaten(draft, home):
-        shutil.copytree(draft, home)
-        replace(draft, home)  # fails, as home is not empty
 
-    monkeypatch.setattr(os, "replace", beaten)
-    corpus = data.prepare(path, BYTES, 64, tmp_path / "data")
-    assert corpus.meta["documents"] == 10 and len(list((tmp_path / "data").iterdir())) == 1
+def interrupted(read, after):
+    """The same documents; before the one of each number in `after` the process is stopped, once."""
 
-    def broken(draft, home):
-        raise OSError("disk full")
+    def documents():
+        for i, document in enumerate(read()):
+            if i in after:
+                after.remove(i)
+                raise KeyboardInterrupt
+            yield document
 
-    monkeypatch.setattr(os, "replace", broken)
-    with pytest.raises(OSError, match="disk full"):
-        data.prepare(path, BYTES, 65, tmp_path / "other")
-    assert not (tmp_path / "other").exists()
+    return documents
+
+
+@pytest.mark.parametrize("damage", [None, "draft", "progress"])
+def test_interrupted_anywhere_it_goes_on_and_no_document_is_lost_or_twice(tmp_path, monkeypatch, damage):
+    """Token files bitwise those of one go; what was written but not counted is written again."""
+    monkeypatch.setattr(data, "CHUNK", 3)
+    monkeypatch.setattr(data, "SAVE_SECONDS", 0)
+    path = write_text(tmp_path / "a.txt", text(40))
+    expected = data.prepare(path, BYTES, 64, folder=tmp_path / "whole")
+    (source,) = documents.sources(path)
+    stops = [0, 7, 8, 20, 39]
+    stopped = source._replace(read=interrupted(source.read, stops))
+    monkeypatch.setattr(documents, "sources", lambda corpus: [stopped])
+    monkeypatch.setattr(data, "rule", lambda found, rule=data.rule: rule([source]))  # which reads it too
+    begun = []
+    while stops:
+        with pytest.raises(KeyboardInterrupt):
+            data.prepare(path, BYTES, 64, folder=tmp_path / "parts")
+        (home,) = (tmp_path / "parts").iterdir()
+        begun += [json.loads(p.read_text())["documents"] for p in home.glob("*.progress")]
+        if damage == "draft" and len(stops) == 2:
+            os.truncate(home / "00000.train.bin", 10)
+        if damage == "progress" and len(stops) == 2:
+            (home / "00000.progress").unlink()
+    got = data.prepare(path, BYTES, 64, folder=tmp_path / "parts")
+    assert begun == [6, 6, 18, 39] if damage is None else len(begun) >= 3
+    assert got.meta == expected.meta
+    np.testing.assert_array_equal(got.train, expected.train)
+    assert folders(home) == ["00000.json", "00000.train.bin", "00000.val.bin", "lock"]
+
+
+def test_a_process_that_is_killed_leaves_what_the_next_one_goes_on_with(tmp_path):
+    """`python data.py`, killed at some moments; the last one's files are those of one that was left alone."""
+    for i in range(40):
+        lines(tmp_path / "c", f"{i:02}.json.gz", text(50, seed=i))
+    command = [sys.executable, str(Path(data.__file__)), "../c", "--tokenizer", "bytes"]
+    for name in ("killed", "alone"):
+        (tmp_path / name).mkdir()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    start = lambda name: subprocess.Popen(command, cwd=tmp_path / name, **pipes)
+    for wait in (0.3, 0.5, 0.7, 0.9):
+        process = start("killed")
+        time.sleep(wait)
+        process.kill()
+        process.communicate()
+    for name in ("killed", "alone"):
+        process = start(name)
+        said, _ = process.communicate()
+        assert process.returncode == 0, said
+    hashes = [
+        {p.name: data.checksum(p) for p in (tmp_path / name).glob("data/*/*.*")} for name in ("killed", "alone")
+    ]
+    assert len(hashes[1]) == 120 and hashes[0] == hashes[1]
+
+
+def test_of_two_processes_one_waits_for_the_other(tmp_path):
+    """The lock is the kernel's: it goes with its holder."""
+    events = []
+
+    def hold(name):
+        with data.locked(tmp_path / "lock"):
+            events.append(f"{name} in")
+            time.sleep(0.1)
+            events.append(f"{name} out")
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(hold, "ab"))
+    assert events in (["a in", "a out", "b in", "b out"], ["b in", "b out", "a in", "a out"])
 
 
 @pytest.mark.parametrize(
@@ -169,8 +264,18 @@ def test_bad_text_is_refused_and_leaves_nothing_behind(tmp_path, content, says):
     path = tmp_path / "a.txt"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=says):
-        data.prepare(str(path), BYTES, 6000, tmp_path / "data")
+        data.prepare(str(path), BYTES, 6000, folder=tmp_path / "data")
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_of_a_large_corpus_finished_shards_stay_when_a_later_file_is_bad(tmp_path):
+    lines(tmp_path / "c", "0.json.gz", text(30))
+    (tmp_path / "c" / "1.jsonl").write_text("no JSON")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "SMALL", 100)
+        with pytest.raises(ValueError, match="line 1 is no JSON object"):
+            data.prepare(str(tmp_path / "c"), BYTES, 64, folder=tmp_path / "data")
+    assert len(list((tmp_path / "data").glob("*/00000.json"))) == 1
 
 
 def test_either_side_may_be_too_short():
@@ -181,24 +286,10 @@ def test_either_side_may_be_too_short():
             data.check("a.txt", {**meta, f"{side}_tokens": 64}, 64)
 
 
-@pytest.mark.parametrize(
-    "name, says", [("no/such.txt", "no such file"), ("a.pdf", "valid: stdlib"), ("", "valid: stdlib"), ("c4", "c4")]
-)
-def test_bad_names_are_refused(name, says):
-    with pytest.raises(ValueError, match=says):
-        data.files(name)
-
-
 def test_text_without_line_breaks_is_cut_into_documents(tmp_path):
     """A file of one long line still has documents to hold out."""
     line = "".join(text(60)).replace("\n", " ")
-    corpus = data.prepare(write_text(tmp_path / "a.txt", [line]), BYTES, 64, tmp_path / "data")
+    corpus = data.prepare(write_text(tmp_path / "a.txt", [line]), BYTES, 64, folder=tmp_path / "data")
     assert corpus.meta["documents"] >= 14
     pieces = [p for side in (corpus.train, corpus.val) for p in BYTES.decode(side).split("\0")[:-1]]
     assert sum(map(len, pieces)) == len(line) and all(p in line for p in pieces)
-
-
-@pytest.mark.parametrize("bad", [("gpt2", 0), ("words", 0), ("bytes", 300)])
-def test_bad_tokenizers_are_refused(bad):
-    with pytest.raises(ValueError, match="bytes"):
-        data.tokenizer(*bad)

@@ -1,5 +1,6 @@
 """What a run does, prints and refuses, all through `train.main`, as a user would."""
 
+import gzip
 import json
 import re
 import subprocess
@@ -19,6 +20,7 @@ import flags
 import gn
 import model
 import report
+import tokenizer
 import train
 
 
@@ -268,9 +270,13 @@ BAD = {
     "flag without value": (["--lr"], "expected one argument"),
     "unknown method": (["--method", "sgd"], "method is 'sgd'; valid: gn, gn_prox, layerwise_gn, adamw, muon, soap"),
     "unknown model": (["--model", "7b"], "model is '7b'; valid: tiny, 45m, 150m"),
-    "unknown tokenizer": (["--tokenizer", "words"], "tokenizer is 'words'; valid: bytes"),
-    "unknown corpus": (["--data", "wiki"], "valid: stdlib"),
-    "missing file": (["--data", "nowhere.txt"], "nowhere.txt: there is no such file"),
+    "unknown tokenizer": (["--tokenizer", "words"], "tokenizer is 'words'; valid: bytes, gpt2"),
+    "unknown corpus": (["--data", "wiki"], "data is 'wiki'; valid: stdlib, c4, or the path of a file or folder"),
+    "missing file": (["--data", "nowhere.txt"], "data is 'nowhere.txt'; valid: stdlib, c4, or the path"),
+    "a file of no known kind": (["--data", "other/config.json"], "that end in .txt, .jsonl"),
+    "a folder without files": (["--data", "hollow"], "that end in .txt, .jsonl"),
+    "a line that is no JSON": (["--data", "bad.jsonl"], "line 2 is no JSON object with a string"),
+    "gzipped, and cut short": (["--data", "bad.json.gz"], "damaged after line"),
     "empty file": (["--data", "empty.txt"], "it is empty"),
     "not text": (["--data", "picture.txt"], "not text"),
     "context beyond the corpus": (["--context", "100000", "--batch", "1m"], "too few for a window of context 100000"),
@@ -309,6 +315,9 @@ BAD = {
 def test_bad_input_is_one_line_and_status_2_and_nothing_written(here, capsys, flags, says):
     Path("empty.txt").touch()
     Path("picture.txt").write_bytes(b"\x89PNG\r\n\x1a\n" * 100)
+    Path("bad.jsonl").write_text('{"text": "a"}\n{"text": 1}\n')
+    Path("bad.json.gz").write_bytes(gzip.compress(b'{"text": "a"}\n')[:-9])
+    Path("hollow").mkdir()
     Path("other").mkdir()
     Path("other/config.json").write_text('{"architectures": []}')
     listing = lambda: {p: p.is_dir() or p.stat().st_mtime_ns for p in here.rglob("*")}
@@ -319,9 +328,13 @@ def test_bad_input_is_one_line_and_status_2_and_nothing_written(here, capsys, fl
     assert listing() == before
 
 
-def test_the_papers_defaults_say_that_c4_is_not_there_yet(here, capsys):
+def test_without_a_vocabulary_the_papers_defaults_say_how_to_get_it(here, capsys, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(here))
+    monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
+    tokenizer.gpt2.cache_clear()
     assert train.main([]) == 2
-    assert "data c4 is not there yet" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "set TIKTOKEN_CACHE_DIR to a folder" in err and err.count("\n") == 1
 
 
 def test_a_folder_that_cannot_be_written_is_status_1(here, capsys):
@@ -387,4 +400,4 @@ def test_the_warm_up_is_made_again_when_any_code_that_it_depends_on_changes():
     for _ in modules:
         text = "\n".join((here / f"{name}.py").read_text() for name in found)
         found |= modules & set(re.findall(r"^(?:import|from) (\w+)", text, re.M))
-    assert found == set(train.WARMUP_CODE)
+    assert found == set(train.WARMUP_CODE.split())

@@ -1,0 +1,54 @@
+"""Text to token ids and back."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import tiktoken
+
+END = "<|endoftext|>"
+
+
+class Tokenizer(NamedTuple):
+    """Ids of a text and back."""
+
+    name: str
+    vocab_size: int  # ids, V
+    end_of_text: int  # the id that follows each document
+    encode: Callable  # str -> uint16 [n]
+    decode: Callable  # ids [n] -> str
+
+
+def tokenizer(name, vocab_size=0):
+    """The tokenizer called `name`, with `vocab_size` ids (0 = its default). Raises ValueError where there is none such.
+
+    bytes: the 256 values of a UTF-8 byte. Value 0 does not occur in text and stands for end-of-text.
+    gpt2: the first V - 1 merges of GPT-2's vocabulary, which are a vocabulary too, and end-of-text; by default 32,000.
+    """
+    if name == "bytes":
+        if vocab_size not in (0, 256):
+            raise ValueError(f"vocab_size is {vocab_size}; tokenizer bytes has 256 ids")
+        encode = lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
+        return Tokenizer(name, 256, 0, encode, lambda ids: bytes(int(i) for i in ids).decode(errors="replace"))
+    if name != "gpt2":
+        raise ValueError(f"tokenizer is {name!r}; valid: bytes, gpt2")
+    size = vocab_size or 32_000
+    if not 257 <= size <= 50_257:
+        raise ValueError(f"vocab_size is {size}; tokenizer gpt2 has 257 to 50257 ids")
+    whole = gpt2()
+    ranks = {piece: rank for piece, rank in whole._mergeable_ranks.items() if rank < size - 1}
+    cut = tiktoken.Encoding("cut", pat_str=whole._pat_str, mergeable_ranks=ranks, special_tokens={END: size - 1})
+    encode = lambda text: cut.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
+    return Tokenizer(name, size, size - 1, encode, lambda ids: cut.decode([int(i) for i in ids]))
+
+
+@lru_cache(maxsize=1)
+def gpt2():
+    """GPT-2's vocabulary, which tiktoken fetches once. Raises ValueError where it cannot."""
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except (OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0][:100]
+        remedy = "without a network, set TIKTOKEN_CACHE_DIR to a folder in which tiktoken has it"
+        raise ValueError(f"tokenizer gpt2: its vocabulary cannot be fetched ({reason}); {remedy}") from None
