@@ -2,9 +2,10 @@
 
     config.json     the flags, the corpus, the commit, the versions, the device
     log.jsonl       a row an evaluation
-    checkpoint.npz  the method's whole state, each array in its own dtype
+    checkpoint.npz  the method's whole state, each array in its own dtype; checkpoint.previous.npz: the one before
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import zipfile
 import zlib
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import jax
@@ -22,8 +24,8 @@ import numpy as np
 import parallel
 
 
-def write_file(path, write):
-    """Calls write(file) on a temporary file, syncs it and renames it to path, which is never half written.
+def write_file(path, write, check=lambda path: None):
+    """Calls write(file) on a temporary file, syncs and checks it and renames it to path, which is never half written.
 
     Of several processes only the first writes.
     """
@@ -35,15 +37,48 @@ def write_file(path, write):
             write(f)
             f.flush()
             os.fsync(f.fileno())
+        check(draft)
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
 
 
 def save(path, tree):
-    """Writes a tree of arrays as .npz, each array in its own dtype under its path in the tree."""
+    """Writes a tree of arrays as .npz, each array in its own dtype under its path in the tree, and reads it again.
+
+    Raises OSError where what is read is not what was written: zip files hold a checksum of each of their parts.
+    """
+
+    def check(draft):
+        with zipfile.ZipFile(draft) as f:
+            if f.testzip():
+                raise OSError(f"{path}: what was written is not what is read")
+
     leaves = {jax.tree_util.keystr(where): parallel.whole(a) for where, a in jax.tree_util.tree_leaves_with_path(tree)}
-    write_file(path, lambda f: np.savez(f, **leaves))
+    write_file(path, lambda f: np.savez(f, **leaves), check)
+
+
+def save_state(folder, state):
+    """Writes a run's state; the one before stays beside it."""
+    newest, before = (Path(folder) / f"checkpoint{name}.npz" for name in ("", ".previous"))
+    draft = newest.with_name("checkpoint.next.npz")
+    save(draft, state)
+    if jax.process_index() == 0:
+        if newest.exists():
+            os.replace(newest, before)
+        os.replace(draft, newest)
+
+
+DAMAGED = (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)  # what reading may raise
+
+
+def read_arrays(path):
+    """{name: array} of an .npz file; nothing in it is executed. Raises ValueError where it is damaged."""
+    try:
+        with open(path, "rb") as f, np.load(f, allow_pickle=False) as arrays:
+            return dict(arrays)
+    except DAMAGED as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
 
 
 def load(path, like):
@@ -51,11 +86,7 @@ def load(path, like):
 
     Raises ValueError where the file is damaged, or has not the structure, shapes and dtypes of `like`.
     """
-    try:
-        with open(path, "rb") as f, np.load(f, allow_pickle=False) as arrays:
-            arrays = dict(arrays)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+    arrays = read_arrays(path)
     leaves, structure = jax.tree_util.tree_flatten_with_path(like)
     expected = {jax.tree_util.keystr(where): (a.shape, a.dtype) for where, a in leaves}
     if {name: (a.shape, a.dtype) for name, a in arrays.items()} != expected:
@@ -78,18 +109,49 @@ def write_log(folder, rows):
 def resume(folder, init):
     """The state and the log's rows that a run's folder holds, or None and []; init(): a state like it, not computed.
 
-    Raises OSError where the checkpoint is damaged, and FloatingPointError where the run diverged before.
+    A damaged checkpoint is put aside, with a warning, and the one before is taken. Raises OSError where that is damaged
+    too, and FloatingPointError where the run diverged before.
     """
-    path, rows = Path(folder) / "checkpoint.npz", read_log(folder)
+    rows, like = read_log(folder), jax.eval_shape(init)
     if rows and "diverged" in rows[-1]:
         raise FloatingPointError(f"{folder}: {rows[-1]['diverged']}")
-    if not path.exists():
+    newest, before = found = [Path(folder) / f"checkpoint{name}.npz" for name in ("", ".previous")]
+    if not any(path.exists() for path in found):
         return None, []
     try:
-        state = load(path, jax.eval_shape(init))
+        state = load(newest if newest.exists() else before, like)
     except ValueError as error:
-        raise OSError(error) from None
+        if not (newest.exists() and before.exists()):
+            raise OSError(error) from None
+        try:
+            state = load(before, like)
+        except ValueError as other:
+            raise OSError(f"{error}; {other}") from None
+        print(f"{error}; going on from the one before, step {int(state.t)}", file=sys.stderr)
+        parallel.wait()  # until all have read it
+        if jax.process_index() == 0:
+            os.replace(newest, newest.with_name("checkpoint.damaged.npz"))
     return state, [row for row in rows if row["step"] <= int(state.t)]
+
+
+@contextmanager
+def alone(folder):
+    """Holds a run's folder, made where there is none, against other processes; the hold ends with the process.
+
+    Raises ValueError where another one has it. Of the processes of one run the first holds it.
+    """
+    if jax.process_index() > 0:
+        yield
+        return
+    os.makedirs(folder, exist_ok=True)
+    with ExitStack() as stack:
+        here = os.open(folder, os.O_RDONLY)
+        stack.callback(os.close, here)
+        try:
+            fcntl.flock(here, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{folder} is in use by another run; give another --out") from None
+        yield
 
 
 def keep_programs(folder):

@@ -52,13 +52,24 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
+def exists(text):
+    """Whether there is a file or folder of this name; a name too long for one is none."""
+    try:
+        return Path(text).exists()
+    except OSError:
+        return False
+
+
 def expand(argv):
-    """The command lines of a grid, one for each combination of values between commas. No path that exists is split."""
+    """The command lines of a grid, one for each combination of values between commas.
+
+    Not split are paths that exist, and what --out and --generate are given.
+    """
     options = []
     for before, word in zip(["", *argv], argv, strict=False):
         name, equals, text = word.partition("=") if word.startswith("--") else (before, "", word)
         start = name + equals if word.startswith("--") else ""
-        values = [text] if name == "--out" or Path(text).exists() else dict.fromkeys(text.split(","))
+        values = [text] if name in ("--out", "--generate") or exists(text) else dict.fromkeys(text.split(","))
         options.append([start + value for value in values])
     return [list(words) for words in itertools.product(*options)]
 

@@ -12,6 +12,7 @@ import math
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,8 @@ import layerwise_gn
 import model
 import parallel
 import report
+from generate import generate
+from live import Live, Stop
 from tokenizer import Tokenizer, tokenizer
 
 METHODS = {method.__name__: (method, method.Config) for method in (gn, gn_prox, layerwise_gn)}
@@ -54,19 +57,21 @@ class Config:
     inner_batch: int = None  # sequences in an inner batch, b_inner (Section 5: 32 at 45m, 128 at 150m)
     eval_tokens: int = None  # held-out tokens that an evaluation reads, at most
     eval_every: int = None  # outer steps between two evaluations and saves; default: as many as read --eval-tokens
+    save_every: float = 10.0  # minutes at most between two saves, also inside an outer step
     target_loss: float = None  # nats a token: stop at the first evaluation at or below it (Section 6.1.1)
     warmup_fraction: float = 0.05  # tokens of the AdamW warm-up, over --tokens (Section 5)
     warmup_lr: float = 0.002  # peak learning rate of the warm-up, after a linear rise over its first tenth
     shard: bool = False  # true = spread matrices, optimizer state and gradient over the devices, to save memory
     seed: int = 0  # of the parameters and of the order of the data
     out: str = None  # folder of the run, or of a grid's runs; default: runs/ and a name made of the settings
+    generate: str = None  # a text: instead of training, prints what the model of the run in --out goes on with
 
     def __post_init__(self):
         given = {name: value for name, value in vars(self).items() if value is not None}
         for name in given.keys() & {"batch", "tokens", "steps", "inner_batch", "eval_tokens", "eval_every"}:
             if given[name] < 1:
                 raise ValueError(f"{name} is {given[name]}; it must be at least 1")
-        for name in given.keys() & {"warmup_lr", "target_loss"}:
+        for name in given.keys() & {"warmup_lr", "target_loss", "save_every"}:
             if not 0 < given[name] < math.inf:
                 raise ValueError(f"{name} is {given[name]}; it must be a positive number")
         if not 0 <= self.warmup_fraction <= 1:
@@ -177,51 +182,6 @@ def configure(argv, home=None):
 # ---- training ------------------------------------------------------------------------------------------------------
 
 
-class Stop(Exception):
-    """A signal asked the run to end."""
-
-
-class Live:
-    """What goes on around a step: batches are read, bars move, the newest state is at hand, a signal ends it."""
-
-    def __init__(self, run):
-        self.run, self.training, self.bars, self.signal = run, False, [], 0
-        self.corpus = self.state = self.step = self.ahead = None
-
-    def caught(self, number, frame):
-        """Signal handler. In training, where raising could hit JAX, or where others wait, the next `check` ends it."""
-        again, self.signal = self.signal, number
-        if again or not (self.training or jax.process_count() > 1):
-            raise Stop
-
-    def check(self):
-        """Raises Stop where a signal came, to this process or another: all ask at the same places."""
-        if agreed := parallel.largest(self.signal):
-            self.signal = agreed
-            raise Stop
-
-    def read(self, first):
-        """The function k -> training batch number first + k, int32 [B, T+1]."""
-
-        def batch(k):
-            self.check()
-            for bar in self.bars:
-                bar.update(self.run.inner_tokens)
-            return self.ahead(first + k)
-
-        return batch
-
-    def pace(self, state):
-        """Called with the state after each inner step; waits for the one before, so that just one is in flight."""
-        jax.block_until_ready(self.step)
-        self.step = state.k + 0  # a copy, as the next step takes over the memory of the state
-
-    def watch(self, state):
-        """`pace`, and keeps the state, for a signal."""
-        self.pace(state)
-        self.state = state
-
-
 def warm_up(run, live):
     """(θ_0, last loss): AdamW, one inner batch a step, on the first tokens; made once for all runs that share it.
 
@@ -301,8 +261,8 @@ def train(run, state, rows, live):
                 if due and (not rows or rows[-1]["step"] < t):
                     rows.append(log_row(run, live, baselines.weights(state), t, metrics))
                     checkpoint.write_log(folder, rows)
-                    checkpoint.save(folder / "checkpoint.npz", state)
-                    live.state, live.ahead.waited, metrics = None, 0.0, {}
+                    live.save(state)
+                    live.ahead.waited, metrics = 0.0, {}
                     tqdm.write(report.table_row(rows[-1]))
                 if t == config.steps or (config.target_loss and rows[-1]["val_loss"] <= config.target_loss):
                     return rows
@@ -310,7 +270,7 @@ def train(run, state, rows, live):
                 metrics = new | {name: new[name] + metrics.get(name, 0) for name in ("seconds", "refused")}
     except Stop:
         if live.state is not None:
-            checkpoint.save(folder / "checkpoint.npz", live.state)
+            live.save(live.state)
         raise
     except FloatingPointError as error:
         checkpoint.write_log(folder, [*rows, {"step": t, "val_loss": None, "diverged": str(error)}])
@@ -335,7 +295,7 @@ def execute(run, corpus, live):
     state, rows = checkpoint.resume(config.out, init)
     batch = partial(data.batch, corpus.train, run.settings.model.context, config.inner_batch, config.seed)
     read = lambda index: parallel.put(run.mesh, batch(index), parallel.rows)
-    live.run, live.corpus, live.ahead = run, corpus, data.Ahead(read, run.batches)
+    live.run, live.corpus, live.ahead, live.saved = run, corpus, data.Ahead(read, run.batches), time.monotonic()
     parallel.wait()  # or another process would find the folder half made
     checkpoint.open_folder(config.out, run.values | {"out": None, "corpus": corpus.meta["sha256"]})
     report.opening(run, corpus)
@@ -364,13 +324,16 @@ def execute_all(runs, corpora, live):
 
 def main(argv=None):
     """Runs the command line. Status, with one line said: 0; 2 bad input; 1 a failure; 128 + a signal that ended it."""
-    live, handlers, runs = Live(None), {}, []
+    live, handlers, runs, held = Live(None), {}, [], ExitStack()
     try:
         try:
             parallel.start()  # which sets a handler of its own
             checkpoint.keep_programs("data/compiled")
             handlers = {number: signal.signal(number, live.caught) for number in (signal.SIGINT, signal.SIGTERM)}
             lines = flags.expand(sys.argv[1:] if argv is None else argv)
+            if (values := parse(lines[0]))["generate"] is not None:
+                print(generate(values["out"], values["generate"], values["seed"]))
+                return 0
             home = flags.peek(lines[0], "out", "runs") if len(lines) > 1 else None
             runs = list({run.values["out"]: run for run in (configure(line, home) for line in lines)}.values())
             for run in runs:
@@ -380,6 +343,7 @@ def main(argv=None):
             corpora = parallel.first(lambda: [data.prepare(*about(run)) for run in runs])
             for run, corpus in zip(runs, corpora, strict=True):
                 checkpoint.check_folder(run.config.out, {"corpus": corpus.meta["sha256"]})
+                held.enter_context(checkpoint.alone(run.config.out))
         except ValueError as error:
             print(f"train.py: {error}", file=sys.stderr)
             return 2
@@ -387,11 +351,18 @@ def main(argv=None):
     except OSError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 1
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        what = "lower --inner-batch or --head-chunk, or on several devices give --shard true"
+        print(f"train.py: the device is out of memory; {what}", file=sys.stderr)
+        return 1
     except Stop:
         kept = any((Path(run.config.out) / "checkpoint.npz").exists() for run in runs)
         print("stopped;", "the same command goes on from here" if kept else "nothing to save yet", file=sys.stderr)
         return 128 + live.signal
     finally:
+        held.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
 

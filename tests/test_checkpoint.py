@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import kill
 import numpy as np
 import pytest
 from conftest import AS_A_USER, SEARCH, SMALL, assert_same, everything, rows, run, without_time
@@ -119,7 +120,7 @@ def test_a_signal_right_after_a_save_leaves_that_save(here):
 
     def save(path, tree):
         original(path, tree)
-        if path.name == "checkpoint.npz" and int(tree.t) == 1:
+        if path.name == "checkpoint.next.npz" and int(tree.t) == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -181,7 +182,7 @@ def test_a_log_ahead_of_its_checkpoint_is_cut_back(here):
     original = checkpoint.save
 
     def save(path, tree):
-        if path.name == "checkpoint.npz" and int(tree.t) == 2:
+        if path.name == "checkpoint.next.npz" and int(tree.t) == 2:
             raise OSError("disk full")
         original(path, tree)
 
@@ -256,15 +257,130 @@ def test_a_damaged_warm_up_is_made_again(here, capsys):
     assert_same_run("a", "b")
 
 
-def test_a_damaged_checkpoint_ends_the_run_and_is_kept(here, capsys):
-    """One line and status 1: it is not for the program to throw away what a person may still want."""
+def damage(path):
+    """One bit, in the middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_after_a_damaged_checkpoint_the_one_before_is_taken(here, capsys):
+    """With a warning, and the same end; the damaged one is put aside."""
+    assert run("--method", "gn", "--out", "whole") == 0
     assert run("--method", "gn", "--out", "r") == 0
-    path = Path("r/checkpoint.npz")
-    path.write_bytes(path.read_bytes()[:-100])
+    assert {p.name for p in Path("r").glob("*.npz")} == {"checkpoint.npz", "checkpoint.previous.npz"}
+    damage(Path("r/checkpoint.npz"))
+    damaged = Path("r/checkpoint.npz").read_bytes()
     capsys.readouterr()
-    assert run("--method", "gn", "--out", "r") == 1
+    assert run("--method", "gn", "--out", "r") == 0
     err = capsys.readouterr().err
-    assert "r/checkpoint.npz cannot be read" in err and err.count("\n") == 1 and path.exists()
+    assert "r/checkpoint.npz cannot be read" in err and "going on from the one before, step 2" in err
+    assert Path("r/checkpoint.damaged.npz").read_bytes() == damaged
+    assert_same_run("r", "whole")
+
+
+def test_whatever_is_damaged_in_a_checkpoint_is_said_or_harmless(tmp_path):
+    """Any byte changed, or an end missing: ValueError in one line, or the arrays are as they were."""
+    tree, path, said = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "t": np.int32(3)}, tmp_path / "a.npz", 0
+    checkpoint.save(path, tree)
+    whole = path.read_bytes()
+    places = range(len(whole))
+    flipped = [whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :] for at in places for bit in (1, 8, 128)]
+    for content in (*flipped, *(whole[:at] for at in places)):
+        path.write_bytes(content)
+        try:
+            assert_same(checkpoint.load(path, tree), tree)
+        except ValueError as error:
+            said += 1
+            assert str(error).startswith(str(path)) and "\n" not in str(error)
+    assert said > 1000
+
+
+@pytest.mark.parametrize("lost", ["checkpoint.npz", "checkpoint.previous.npz"])
+def test_one_checkpoint_is_enough(here, lost):
+    """A kill between the renamings of a save leaves the older one alone."""
+    assert run("--method", "muon", "--out", "whole") == 0
+    assert run("--method", "muon", "--out", "r") == 0
+    Path("r", lost).unlink()
+    assert run("--method", "muon", "--out", "r") == 0
+    assert_same_run("r", "whole")
+
+
+def test_damaged_checkpoints_end_the_run_and_are_kept(here, capsys):
+    assert run("--method", "muon", "--out", "r") == 0
+    for name in ("checkpoint.npz", "checkpoint.previous.npz"):
+        damage(Path("r", name))
+    before = {p.name: p.read_bytes() for p in Path("r").iterdir()}
+    capsys.readouterr()
+    assert run("--method", "muon", "--out", "r") == 1
+    err = capsys.readouterr().err
+    assert err.count("cannot be read") == 2 and err.count("\n") == 1
+    assert {p.name: p.read_bytes() for p in Path("r").iterdir()} == before
+
+
+def test_a_save_that_reads_back_wrong_leaves_the_one_before(here, capsys, monkeypatch):
+    assert run("--method", "muon", "--out", "r", "--eval-every", "3") == 0
+    before = everything("r")
+    monkeypatch.setattr("zipfile.ZipFile.testzip", lambda self: "a.npy")
+    with pytest.raises(OSError, match="what was written is not what is read"):
+        checkpoint.save_state("r", {"t": jnp.int32(1)})
+    assert_same(everything("r"), before)
+    assert not list(Path("r").glob("*draft*"))
+
+
+def test_it_is_saved_inside_an_outer_step_when_minutes_have_passed(here, monkeypatch):
+    """With --save-every almost nothing, after each inner step; with an hour only at evaluations."""
+    original, saved = checkpoint.save_state, []
+    monkeypatch.setattr(checkpoint, "save_state", lambda f, s: saved.append((int(s.t), int(s.k))) or original(f, s))
+    assert run("--method", "gn", "--out", "often", "--save-every", "1e-9") == 0
+    inner = [(t, k) for t in range(3) for k in (1, 2, 3)]
+    assert saved == sorted([*inner, *((t, 0) for t in range(4))])
+    saved.clear()
+    assert run("--method", "gn", "--out", "seldom", "--save-every", "60") == 0
+    assert saved == [(t, 0) for t in range(4)]
+    assert_same_run("often", "seldom")
+
+
+def test_a_folder_that_is_in_use_is_refused(here, capsys):
+    """By a lock that goes with its holder: a dead run keeps none."""
+    with checkpoint.alone("r"):
+        assert run("--method", "muon", "--out", "r") == 2
+    err = capsys.readouterr().err
+    assert "r is in use by another run; give another --out" in err and err.count("\n") == 1
+    assert not list(Path("r").iterdir())
+    assert run("--method", "muon", "--out", "r") == 0
+    code = "import checkpoint; hold = checkpoint.alone('r'); hold.__enter__(); print('held', flush=True); input()"
+    environment = AS_A_USER | {"PYTHONPATH": str(Path(train.__file__).parent)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    holder = subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes)
+    assert holder.stdout.readline() == b"held\n"
+    assert run("--method", "muon", "--out", "r") == 2
+    holder.kill()
+    holder.communicate()
+    assert run("--method", "muon", "--out", "r") == 0
+
+
+def test_out_of_memory_says_which_flags_lower_it(here, capsys, monkeypatch):
+    def full(*args):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
+
+    monkeypatch.setattr(train, "outer_step", full)
+    assert run("--method", "muon", "--out", "r") == 1
+    err = capsys.readouterr().err
+    assert "lower --inner-batch or --head-chunk" in err and err.count("\n") == 1
+
+    def other(*args):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+    monkeypatch.setattr(train, "outer_step", other)
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        run("--method", "muon", "--out", "s")
+
+
+def test_killed_at_random_moments_runs_end_the_same(here, monkeypatch):
+    """Three of the twenty kills of `python tests/kill.py`."""
+    seen = kill.survive(3, ("gn",), seed=1)
+    assert len(seen) == 3 and all(right for *_, right in seen), seen
 
 
 def test_other_code_is_another_run(here, monkeypatch, capsys):

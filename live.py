@@ -1,0 +1,60 @@
+"""What goes on around a step: batches are read, bars move, the newest state is saved, a signal ends the run."""
+
+import time
+
+import jax
+
+import checkpoint
+import parallel
+
+
+class Stop(Exception):
+    """A signal asked the run to end."""
+
+
+class Live:
+    """What goes on around a step: batches are read, bars move, the newest state is at hand, a signal ends it."""
+
+    def __init__(self, run):
+        self.run, self.training, self.bars, self.signal, self.saved = run, False, [], 0, 0.0
+        self.corpus = self.state = self.step = self.ahead = None
+
+    def caught(self, number, frame):
+        """Signal handler. In training, where raising could hit JAX, or where others wait, the next `check` ends it."""
+        again, self.signal = self.signal, number
+        if again or not (self.training or jax.process_count() > 1):
+            raise Stop
+
+    def check(self):
+        """Raises Stop where a signal came, to this process or another: all ask at the same places."""
+        if agreed := parallel.largest(self.signal):
+            self.signal = agreed
+            raise Stop
+
+    def read(self, first):
+        """The function k -> training batch number first + k, int32 [B, T+1]."""
+
+        def batch(k):
+            self.check()
+            for bar in self.bars:
+                bar.update(self.run.inner_tokens)
+            return self.ahead(first + k)
+
+        return batch
+
+    def pace(self, state):
+        """Called with the state after each inner step; waits for the one before, so that just one is in flight."""
+        jax.block_until_ready(self.step)
+        self.step = state.k + 0  # a copy, as the next step takes over the memory of the state
+
+    def watch(self, state):
+        """`pace`, and keeps the state, for a signal; saves it where that is due."""
+        self.pace(state)
+        self.state = state
+        if parallel.largest(time.monotonic() - self.saved >= 60 * self.run.config.save_every):
+            self.save(state)
+
+    def save(self, state):
+        """Writes the state into the run's folder."""
+        checkpoint.save_state(self.run.config.out, state)
+        self.state, self.saved = None, time.monotonic()
