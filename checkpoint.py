@@ -5,8 +5,8 @@
     checkpoint.npz  the method's whole state, each array in its own dtype; checkpoint.previous.npz: the one before
 """
 
-import fcntl
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import parallel
+from data import locked, sync
 
 
 def write_file(path, write, check=lambda path: None):
@@ -39,6 +40,7 @@ def write_file(path, write, check=lambda path: None):
             os.fsync(f.fileno())
         check(draft)
         os.replace(draft, path)
+        sync(draft.parent)
     finally:
         draft.unlink(missing_ok=True)
 
@@ -65,8 +67,13 @@ def save_state(folder, state):
     save(draft, state)
     if jax.process_index() == 0:
         if newest.exists():
-            os.replace(newest, before)
+            before.unlink(missing_ok=True)
+            try:
+                os.link(newest, before)  # at no moment is there none
+            except OSError:  # a disk that has no links
+                os.replace(newest, before)
         os.replace(draft, newest)
+        sync(newest.parent)
 
 
 DAMAGED = (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)  # what reading may raise
@@ -95,9 +102,12 @@ def load(path, like):
 
 
 def read_log(folder):
-    """The rows of log.jsonl; none where there is no such file."""
+    """The rows of log.jsonl; none where there is no such file. Raises OSError where it is damaged."""
     path = Path(folder) / "log.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    except ValueError as error:
+        raise OSError(f"{path} cannot be read: {error}") from None
 
 
 def write_log(folder, rows):
@@ -130,7 +140,8 @@ def resume(folder, init):
         print(f"{error}; going on from the one before, step {int(state.t)}", file=sys.stderr)
         parallel.wait()  # until all have read it
         if jax.process_index() == 0:
-            os.replace(newest, newest.with_name("checkpoint.damaged.npz"))
+            names = (newest.with_name(f"checkpoint.damaged{i or ''}.npz") for i in itertools.count())
+            os.replace(newest, next(path for path in names if not path.exists()))
     return state, [row for row in rows if row["step"] <= int(state.t)]
 
 
@@ -138,19 +149,21 @@ def resume(folder, init):
 def alone(folder):
     """Holds a run's folder, made where there is none, against other processes; the hold ends with the process.
 
-    Raises ValueError where another one has it. Of the processes of one run the first holds it.
+    Raises ValueError where another one has it. Of the processes of one run the first holds it. What a killed one has
+    left half written is removed.
     """
-    if jax.process_index() > 0:
-        yield
-        return
-    os.makedirs(folder, exist_ok=True)
     with ExitStack() as stack:
-        here = os.open(folder, os.O_RDONLY)
-        stack.callback(os.close, here)
-        try:
-            fcntl.flock(here, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{folder} is in use by another run; give another --out") from None
+        taken = False
+        if jax.process_index() == 0:
+            try:
+                stack.enter_context(locked(Path(folder) / "lock", wait=False))
+            except BlockingIOError:
+                taken = True
+        if parallel.largest(taken):
+            raise ValueError(f"{folder} is in use by another run; give another --out")
+        if jax.process_index() == 0:
+            for path in Path(folder).glob("*.draft-*"):
+                path.unlink()
         yield
 
 
@@ -187,7 +200,7 @@ def commit():
 def check_folder(folder, config):
     """Raises ValueError where folder holds anything but a run of these settings, or nothing."""
     folder = Path(folder)
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+    if not folder.exists() or (folder.is_dir() and all(path.name == "lock" for path in folder.iterdir())):
         return
     try:
         old = json.loads((folder / "config.json").read_text())

@@ -1,7 +1,7 @@
 """Text to batches: documents -> token ids in flat files -> batch = f(seed, index).
 
 A corpus is a sequence of documents (documents.py). Each is tokenized once, followed by end-of-text, into flat uint16
-files, for each source one of training and one of held-out documents, which training reads through a memory map. The
+files, for each source one of training and one of held-out documents, of which a batch reads what it needs. The
 held-out 5% are the documents whose hash is smallest, so a document that occurs twice cannot be on both sides; C4 has
 some of its own. A window is T+1 consecutive ids; windows overlap in one id, so that every id but the first is predicted
 once an epoch. Nothing here has a state: batch `index` of seed `seed` is the same whoever asks, and whenever.
@@ -40,69 +40,75 @@ SAVE_SECONDS = 10  # from one record of what is done to the next
 class Corpus(NamedTuple):
     """A tokenized corpus."""
 
-    train: np.ndarray  # uint16 ids, memory-mapped
-    val: np.ndarray  # uint16 ids of the held-out documents, memory-mapped
+    train: "Joined"  # uint16 ids
+    val: "Joined"  # uint16 ids of the held-out documents
     meta: dict  # counts of documents, tokens and bytes, and the sha256 of both sides
 
 
 class Joined:
-    """Arrays one behind another, as one that can be sliced: what is not asked for stays on disk."""
+    """Files of uint16 one behind another, as an array of which slices can be read. No file stays open."""
 
-    def __init__(self, parts):
-        ends = np.cumsum([len(part) for part in parts])
-        self.parts = [(part, int(end) - len(part), int(end)) for part, end in zip(parts, ends, strict=True)]
+    def __init__(self, paths):
+        ends = np.cumsum([Path(path).stat().st_size // 2 for path in paths]).tolist()
+        self.parts = list(zip(paths, [0, *ends[:-1]], ends, strict=True))
 
     def __len__(self):
-        return self.parts[-1][2]
+        return self.parts[-1][2] if self.parts else 0
 
     def __getitem__(self, where):
         start, stop, _ = where.indices(len(self))
-        some = [part[max(0, start - a) : stop - a] for part, a, b in self.parts if a < stop and start < b]
-        return np.concatenate(some) if some else self.parts[0][0][:0]
+        cut = [(path, max(start, a), min(stop, b), a) for path, a, b in self.parts]
+        some = [np.fromfile(path, np.uint16, j - i, offset=2 * (i - a)) for path, i, j, a in cut if i < j]
+        return np.concatenate(some) if some else np.empty(0, np.uint16)
 
 
 def prepare(corpus, tok, context, need=float("inf"), folder="data"):
-    """The corpus as token files in `folder`, of as many of its sources as hold `need` training tokens, if it has them.
+    """The corpus as token files in `folder`, of as many of its sources as hold `need` training tokens, if it has them,
+    and a window of validation.
 
     What is not there yet is made; where that was interrupted, it goes on. Of two processes one waits for the other.
     Raises ValueError where the corpus is missing, empty, not text, or shorter than a window of `context` + 1 tokens on
-    either side; then nothing is left behind.
+    either side; then nothing is left behind, unless it was there before.
     """
     found = documents.sources(corpus)
     about = [[[s.name, s.stamp] for s in found], tok.name, tok.vocab_size, HELD_OUT, documents.PIECE]
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
     home, shards = Path(folder) / f"{Path(corpus).stem}-{tok.name}-{key}", []
-    home.mkdir(parents=True, exist_ok=True)
-    try:
-        with locked(home / "lock"):
+    with locked(home / "lock"):
+        new, read_all = not any(home.glob("*.json")) and not any(home.glob("*.progress")), False
+        try:
             held_out, have = rule(found), 0
             for i, source in enumerate(sorted(found, key=lambda s: not s.held_out)):
-                if source.held_out or have < need:
+                if source.held_out or have < need or sum(s["val_tokens"] for s in shards) <= context:
                     shards.append(shard(source, tok, held_out, home / f"{i:05}", have, need))
                     have += shards[-1]["train_tokens"]
-        meta = {name: sum(s[name] for s in shards) for name in shards[0] if name != "sha256"}
-        check(corpus, meta, context)
-    except ValueError:
-        if sum(s["train_tokens"] + s["val_tokens"] for s in shards) < 2 * (context + 1):  # nothing worth keeping
-            shutil.rmtree(home, ignore_errors=True)
-            with suppress(OSError):
-                os.rmdir(folder)  # where it is empty
-        raise
-    sides, hashes = [], {}
-    for side in ("train", "val"):
-        files = [home / f"{i:05}.{side}.bin" for i, s in enumerate(shards) if s[f"{side}_tokens"]]
-        parts = [np.memmap(path, np.uint16, "r") for path in files]
-        sides.append(parts[0] if len(parts) == 1 else Joined(parts))
-        hashes[side] = hashlib.sha256("".join(s["sha256"][side] for s in shards).encode()).hexdigest()
-    return Corpus(*sides, meta | {"sha256": hashes})
+            read_all = True
+            meta = {name: sum(s[name] for s in shards) for name in shards[0] if name != "sha256"}
+            check(corpus, meta, context)
+        except ValueError:
+            if new and (read_all or not shards):  # what a later bad file follows stays
+                shutil.rmtree(home, ignore_errors=True)
+                with suppress(OSError):
+                    os.rmdir(folder)  # where it is empty
+            raise
+    hashes = {side: "".join(s["sha256"][side] for s in shards) for side in ("train", "val")}
+    sides = (Joined([home / f"{i:05}.{side}.bin" for i in range(len(shards))]) for side in hashes)
+    return Corpus(*sides, meta | {"sha256": {k: hashlib.sha256(v.encode()).hexdigest() for k, v in hashes.items()}})
 
 
 @contextmanager
-def locked(path):
-    """One process at a time; the lock goes with the process that holds it, however that ends."""
-    with open(path, "w") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
-        yield
+def locked(path, wait=True):
+    """One process at a time; the lock goes with the process that holds it, however that ends.
+
+    Raises BlockingIOError where another process has it and there is no `wait`.
+    """
+    while True:
+        os.makedirs(path.parent, exist_ok=True)
+        with open(path, "a") as f:
+            fcntl.flock(f, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if path.exists() and os.path.samestat(os.fstat(f.fileno()), os.stat(path)):  # not removed meanwhile
+                yield
+                return
 
 
 def rule(found):
@@ -127,18 +133,26 @@ def rule(found):
 
 def shard(source, tok, held_out, path, have, need):
     """The counts of one source's token files, path.train.bin and path.val.bin, which are made where they are not."""
-    done = Path(f"{path}.json")
+    done, progress = Path(f"{path}.json"), Path(f"{path}.progress")
     if done.exists():
-        meta = json.loads(done.read_text())
-        if all(checksum(f"{path}.{side}.bin") == meta["sha256"][side] for side in ("train", "val")):
+        meta = read(done)
+        if meta and all(checksum(f"{path}.{side}.bin") == meta["sha256"][side] for side in ("train", "val")):
             return meta
         print(f"{path}: a token file is damaged; it is made again", file=sys.stderr)
+        progress.unlink(missing_ok=True)  # or the damaged bytes would count as done
         done.unlink()
     meta = write(source, tok, held_out, path, have, need)
     meta["sha256"] = {side: checksum(f"{path}.{side}.bin") for side in ("train", "val")}
     put(done, meta)
-    Path(f"{path}.progress").unlink()
+    progress.unlink()
     return meta
+
+
+def read(path):
+    """The counts in a file; None where it holds none."""
+    with suppress(OSError, ValueError):
+        meta = json.loads(path.read_text())
+        return meta if isinstance(meta, dict) and "train_tokens" in meta else None
 
 
 def checksum(path):
@@ -155,14 +169,23 @@ def put(path, value):
         f.flush()
         os.fsync(f.fileno())
     os.replace(draft, path)
+    sync(path.parent)
+
+
+def sync(folder):
+    """What was renamed in a folder is on disk."""
+    here = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(here)
+    finally:
+        os.close(here)
 
 
 def write(source, tok, held_out, path, have, need):
     """Tokenizes a source, going on where an earlier call was interrupted. Returns the counts of what it wrote."""
     progress, sides = Path(f"{path}.progress"), {side: Path(f"{path}.{side}.bin") for side in ("train", "val")}
     meta = {"documents": 0} | {f"{side}_{unit}": 0 for side in sides for unit in ("tokens", "bytes")}
-    if progress.exists():
-        meta = json.loads(progress.read_text())
+    meta = read(progress) or meta
     size = lambda side: sides[side].stat().st_size if sides[side].exists() else 0
     if any(size(side) < 2 * meta[f"{side}_tokens"] for side in sides):  # what was counted is not all there
         meta = dict.fromkeys(meta, 0)
@@ -256,6 +279,10 @@ class Config:
     tokens: int = 2_000_000_000  # training tokens at least, if the corpus has them: sources are taken whole
     tokenizer: str = "gpt2"  # bytes | gpt2
     vocab_size: int = 0  # ids; default 256 for bytes, 32000 for gpt2
+
+    def __post_init__(self):
+        if self.tokens < 1:
+            raise ValueError(f"tokens is {self.tokens}; it must be at least 1")
 
 
 def main(argv=None):

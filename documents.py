@@ -16,10 +16,12 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+import flags
+
 PIECE = 4096  # characters after which a plain text file is cut at the next empty line; at four times that, anywhere
 C4 = {"train": 1024, "validation": 8}  # files of allenai/c4, en; of the latter, of 20M tokens each, one is used
 PAUSES = (1, 2, 5, 10, 30, 60, 120, 300, 300, 300)  # seconds before the next attempt, after failures in a row
-MISTAKES = (TypeError, AttributeError, NameError, LookupError)  # what is no failure of a network
+MISTAKES = (TypeError, AttributeError, NameError, LookupError, ImportError)  # what is no failure of a network
 
 
 class Source(NamedTuple):
@@ -36,8 +38,8 @@ def sources(corpus):
     """The sources of a corpus, in order. Raises ValueError where there are none.
 
     stdlib: the .py files of the running Python's standard library, without tests. c4: the English part of C4, streamed.
-    Otherwise the path of a file, or of a folder of files, of those that READERS has. Files of a folder that have
-    "validation" in their name, as C4's do, are held out.
+    Otherwise the path of a file, or of a folder of files, of those that READERS has. If some files of a folder have
+    "validation" in their name, as C4's do, they are held out.
     """
     if corpus == "stdlib":
         return [of_files("stdlib", library(Path(sysconfig.get_path("stdlib"))), text)]
@@ -46,20 +48,22 @@ def sources(corpus):
         names += [f"c4-train.{i:05}-of-{C4['train']:05}.json.gz" for i in range(C4["train"])]
         return [Source(n, 0, [], partial(patient, partial(stream, n)), "validation" in n) for n in names]
     path, valid = Path(corpus), ", ".join(READERS)
-    found = [p for p in sorted(path.rglob("*")) if reader(p)] if path.is_dir() else [path]
-    if not (corpus and path.exists()):
+    if not (corpus and flags.exists(corpus)):
         raise ValueError(f"data is {corpus!r}; valid: stdlib, c4, or the path of a file or folder that is there")
-    if not found or not reader(found[0]):
+    found = [p for p in sorted(path.rglob("*")) if p.is_file()] if path.is_dir() else [path]
+    found = {str(p.relative_to(path)) if path.is_dir() else p.name: p for p in found if reader(p)}
+    if not found:
         raise ValueError(f"data {corpus}: valid are a file, or a folder with files, that end in {valid}")
-    return [of_files(str(p.relative_to(path) if path.is_dir() else p.name), [p], reader(p)) for p in found]
+    some = {name for name, p in found.items() if "validation" in p.name}
+    return [of_files(name, [p], reader(p), name in some and len(some) < len(found)) for name, p in found.items()]
 
 
-def of_files(name, paths, read):
+def of_files(name, paths, read, held_out=False):
     """The source that reads these files one after another."""
     stats = [p.stat() for p in paths]
     stamp = [(str(p), s.st_size, s.st_mtime_ns) for p, s in zip(paths, stats, strict=True)]
     every = lambda: (document for path in paths for document in read(path))
-    return Source(name, sum(s.st_size for s in stats), stamp, every, "validation" in Path(name).name)
+    return Source(name, sum(s.st_size for s in stats), stamp, every, held_out)
 
 
 @lru_cache(maxsize=1)
@@ -88,7 +92,8 @@ def text(path):
                 part.append(line)
                 size += len(line)
                 if cut and (size >= PIECE and not line.strip() or size >= 4 * PIECE):
-                    yield "".join(part)
+                    if "".join(part).strip():
+                        yield "".join(part)
                     part, size = [], 0
     except UnicodeDecodeError as error:
         raise ValueError(f"data {path}: not text: {error.reason} in UTF-8 at byte {error.start}") from None
@@ -104,7 +109,7 @@ def objects(path):
             for number, line in enumerate(f, 1):  # noqa: B007  it is in the message
                 if line.strip():
                     yield from tidy(json.loads(line)["text"])
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"data {path}: damaged after line {number}: {error}") from None
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f'data {path}: line {number} is no JSON object with a string "text"') from None
@@ -119,7 +124,7 @@ def table(path):
             for batch in f.iter_batches(1000, columns=["text"]):
                 for value in batch["text"].to_pylist():
                     yield from tidy(value)
-    except (pyarrow.ArrowException, KeyError, TypeError, OSError) as error:
+    except (pyarrow.ArrowException, KeyError, TypeError, UnicodeDecodeError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f'data {path}: no Parquet file with a column "text" of strings: {reason}') from None
 
@@ -155,7 +160,7 @@ def stream(name):
 def patient(read, pauses=PAUSES):
     """The documents of read(), which is begun again where it was after a failure of the network.
 
-    Raises OSError where as many attempts as there are pauses have brought nothing.
+    Raises OSError where one more attempt than there are pauses has brought nothing.
     """
     done = failures = 0
     while True:

@@ -49,6 +49,8 @@ def generate(folder, text, seed=0):
     """
     if not folder:
         raise ValueError("generate needs --out, the folder of a run")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed is {seed}; it must be at least 0 and below 2^32")
     network, params, tok = read(folder)
     ids = [tok.end_of_text, *tok.encode(text).tolist()]
     for key in jax.random.split(jax.random.key(seed), LENGTH):

@@ -8,7 +8,7 @@ import checkpoint
 import parallel
 
 
-class Stop(Exception):
+class Stop(BaseException):  # or an "except Exception" of a library would swallow it
     """A signal asked the run to end."""
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import tiktoken
 
 END = "<|endoftext|>"
+PIECE = 100_000  # characters at a time: GPT-2's pattern cannot take a million blanks
 
 
 class Tokenizer(NamedTuple):
@@ -39,7 +40,9 @@ def tokenizer(name, vocab_size=0):
     whole = gpt2()
     ranks = {piece: rank for piece, rank in whole._mergeable_ranks.items() if rank < size - 1}
     cut = tiktoken.Encoding("cut", pat_str=whole._pat_str, mergeable_ranks=ranks, special_tokens={END: size - 1})
-    encode = lambda text: cut.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
+    pieces = lambda text: [text[i : i + PIECE] for i in range(0, max(1, len(text)), PIECE)]
+    ids = lambda text: [cut.encode_to_numpy(piece, disallowed_special=()) for piece in pieces(text)]
+    encode = lambda text: np.concatenate(ids(text)).astype(np.uint16)
     return Tokenizer(name, size, size - 1, encode, lambda ids: cut.decode([int(i) for i in ids]))
 
 

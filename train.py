@@ -342,8 +342,9 @@ def main(argv=None):
             about = lambda r: (r.config.data, r.tokenizer, r.settings.model.context, need(r))  # the same for any method
             corpora = parallel.first(lambda: [data.prepare(*about(run)) for run in runs])
             for run, corpus in zip(runs, corpora, strict=True):
-                checkpoint.check_folder(run.config.out, {"corpus": corpus.meta["sha256"]})
                 held.enter_context(checkpoint.alone(run.config.out))
+                said = run.values | {"out": None, "corpus": corpus.meta["sha256"]}
+                checkpoint.check_folder(run.config.out, said)  # again: it is the only one now
         except ValueError as error:
             print(f"train.py: {error}", file=sys.stderr)
             return 2
@@ -358,8 +359,7 @@ def main(argv=None):
         print(f"train.py: the device is out of memory; {what}", file=sys.stderr)
         return 1
     except Stop:
-        kept = any((Path(run.config.out) / "checkpoint.npz").exists() for run in runs)
-        print("stopped;", "the same command goes on from here" if kept else "nothing to save yet", file=sys.stderr)
+        print("stopped; the same command goes on from here", file=sys.stderr)
         return 128 + live.signal
     finally:
         held.close()

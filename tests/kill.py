@@ -33,7 +33,7 @@ def end(out):
 
 
 def survive(kills, methods=("gn", "muon", "layerwise_gn", "gn_prox"), seed=0):
-    """What was seen of each kill: (method, seconds after which it came, files that it left, whether the end is right).
+    """Of each kill: (method, seconds after which it came, whether it hit, files that are left, if the end is right).
 
     In the current folder, which should be an empty one.
     """
@@ -56,13 +56,14 @@ def survive(kills, methods=("gn", "muon", "layerwise_gn", "gn_prox"), seed=0):
         wait = rng.uniform(0.4, 0.98) * usual
         time.sleep(wait)
         process.kill()
-        process.wait()
+        hit = process.wait() < 0
         left = sorted(path.name for path in Path(out).glob("*")) if Path(out).exists() else []
         done = finish(method, out)
         right = done.returncode == 0 and end(out) == expected
-        seen.append((method, wait, left, right))
+        seen.append((method, wait, hit, left, right))
         how = "the same end" if right else done.stderr or "ANOTHER END"
-        print(f"{method:13} killed after {wait:4.1f} s, left {', '.join(left) or 'nothing'}: {how}", flush=True)
+        when = f"killed after {wait:4.1f} s" if hit else "done before it was killed"
+        print(f"{method:13} {when}, left {', '.join(left) or 'nothing'}: {how}", flush=True)
     return seen
 
 

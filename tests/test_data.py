@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -38,7 +39,7 @@ def test_every_document_is_on_one_side_whole_and_in_order(tmp_path):
     docs = text(40)
     docs += docs[:10]
     corpus = data.prepare(write_text(tmp_path / "a.txt", docs), BYTES, 64, folder=tmp_path / "data")
-    sides = [BYTES.decode(side).split("\0")[:-1] for side in (corpus.train, corpus.val)]
+    sides = [BYTES.decode(side[:]).split("\0")[:-1] for side in (corpus.train, corpus.val)]
     assert sorted(sides[0] + sides[1]) == sorted(docs)
     assert not set(sides[0]) & set(sides[1])
     assert len(set(sides[1])) == 2  # 5% of 40
@@ -53,7 +54,7 @@ def test_validation_documents_never_appear_in_training_batches(tmp_path):
     corpus = data.prepare(write_text(tmp_path / "a.txt", text(30)), BYTES, 64, folder=tmp_path / "data")
     n = data.windows(corpus.train, 64)
     seen = "".join(BYTES.decode(data.batch(corpus.train, 64, 1, 0, i)[0]) for i in range(n))
-    for piece in BYTES.decode(corpus.val).replace("\0", " ").split():
+    for piece in BYTES.decode(corpus.val[:]).replace("\0", " ").split():
         assert piece not in seen
 
 
@@ -91,7 +92,7 @@ def test_prepared_once_and_made_again_when_the_text_changes(tmp_path, monkeypatc
     path = tmp_path / "a.txt"
     first = data.prepare(write_text(path, text(10)), BYTES, 64, folder=tmp_path / "data")
     for side, ids in (("train", first.train), ("val", first.val)):
-        each = hashlib.sha256(ids.tobytes()).hexdigest()
+        each = hashlib.sha256(ids[:].tobytes()).hexdigest()
         assert first.meta["sha256"][side] == hashlib.sha256(each.encode()).hexdigest()  # of one shard
     with monkeypatch.context() as patch:
         patch.setattr(data, "write", None)  # read, not made again
@@ -104,7 +105,7 @@ def test_prepared_once_and_made_again_when_the_text_changes(tmp_path, monkeypatc
     assert len(folders(tmp_path / "data")) == 3 and last.meta["sha256"] != first.meta["sha256"]
 
 
-@pytest.mark.parametrize("damage", ["flipped", "shorter", "gone"])
+@pytest.mark.parametrize("damage", ["flipped", "shorter", "gone", "flipped, and counted", "counts"])
 def test_a_damaged_token_file_is_made_again(tmp_path, capsys, damage):
     """With a warning; the same as it was."""
     path = write_text(tmp_path / "a.txt", text(10))
@@ -113,7 +114,11 @@ def test_a_damaged_token_file_is_made_again(tmp_path, capsys, damage):
     whole = file.read_bytes()
     if damage == "gone":
         file.unlink()
+    elif damage == "counts":
+        (file.parent / "00000.json").write_text("{")
     else:
+        if "counted" in damage:  # a kill came before what was counted on the way was removed
+            (file.parent / "00000.progress").write_text((file.parent / "00000.json").read_text())
         file.write_bytes(whole[:-2] if damage == "shorter" else whole[:1001] + bytes([whole[1001] ^ 1]) + whole[1002:])
     again = data.prepare(path, BYTES, 64, folder=tmp_path / "data")
     assert "damaged; it is made again" in capsys.readouterr().err
@@ -159,13 +164,17 @@ def test_where_no_file_is_held_out_documents_are(tmp_path, monkeypatch):
     assert set(held_out("c").split("\0")) - {""} == some & set(texts[:30])
 
 
-@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size=1, max_size=4), st.data())
-def test_joined_arrays_are_sliced_as_one(parts, draw):
-    whole, joined = np.concatenate(parts), data.Joined([np.array(part) for part in parts])
-    start, stop = (draw.draw(st.integers(0, len(whole))) for _ in range(2))
-    assert len(joined) == len(whole)
-    np.testing.assert_array_equal(joined[start:stop], whole[start:stop])
-    np.testing.assert_array_equal(joined[start:], whole[start:])
+@given(st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=4), st.data())
+def test_joined_files_are_sliced_as_one_array(parts, draw):
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder, str(i)) for i in range(len(parts))]
+        for path, part in zip(paths, parts, strict=True):
+            np.array(part, np.uint16).tofile(path)
+        whole, joined = np.concatenate([np.array(part, np.uint16) for part in parts]), data.Joined(paths)
+        start, stop = (draw.draw(st.integers(0, len(whole))) for _ in range(2))
+        assert len(joined) == len(whole)
+        np.testing.assert_array_equal(joined[start:stop], whole[start:stop])
+        np.testing.assert_array_equal(joined[start:], whole[start:])
 
 
 def interrupted(read, after):
@@ -206,7 +215,7 @@ def test_interrupted_anywhere_it_goes_on_and_no_document_is_lost_or_twice(tmp_pa
     got = data.prepare(path, BYTES, 64, folder=tmp_path / "parts")
     assert begun == [6, 6, 18, 39] if damage is None else len(begun) >= 3
     assert got.meta == expected.meta
-    np.testing.assert_array_equal(got.train, expected.train)
+    np.testing.assert_array_equal(got.train[:], expected.train[:])
     assert folders(home) == ["00000.json", "00000.train.bin", "00000.val.bin", "lock"]
 
 
@@ -278,6 +287,44 @@ def test_of_a_large_corpus_finished_shards_stay_when_a_later_file_is_bad(tmp_pat
     assert len(list((tmp_path / "data").glob("*/00000.json"))) == 1
 
 
+def test_what_was_there_before_outlives_a_flag_that_makes_no_sense(tmp_path):
+    path = write_text(tmp_path / "a.txt", text(10))
+    data.prepare(path, BYTES, 64, folder=tmp_path / "data")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match="too few"):
+        data.prepare(path, BYTES, 10**6, folder=tmp_path / "data")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_files_are_read_until_there_is_a_window_of_validation_too(tmp_path):
+    for i in range(40):
+        (tmp_path / "c").mkdir(exist_ok=True)
+        write_text(tmp_path / "c" / f"{i:02}.txt", text(1, seed=i))
+    corpus = data.prepare(str(tmp_path / "c"), BYTES, 64, 10, tmp_path / "data")
+    assert len(corpus.val) > 64 and corpus.meta["documents"] < 40
+
+
+def test_a_lock_that_was_removed_is_none(tmp_path):
+    """Who waited for it takes the new one."""
+    with data.locked(tmp_path / "d" / "lock"):
+        (tmp_path / "d" / "lock").unlink()
+        with data.locked(tmp_path / "d" / "lock", wait=False), pytest.raises(BlockingIOError):
+            with data.locked(tmp_path / "d" / "lock", wait=False):
+                raise AssertionError("two hold it")
+
+
+REFUSED = [(["a.txt", "--tokens", "0"], "tokens is 0"), (["nowhere"], "is there"), (["a.txt", "--x", "1"], "unknown")]
+
+
+@pytest.mark.parametrize("words, says", REFUSED)
+def test_the_command_refuses_bad_input(tmp_path, monkeypatch, capsys, words, says):
+    monkeypatch.chdir(tmp_path)
+    write_text(Path("a.txt"), text(4))
+    assert data.main([*words, "--tokenizer", "bytes"]) == 2
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1 and list(tmp_path.iterdir()) == [tmp_path / "a.txt"]
+
+
 def test_either_side_may_be_too_short():
     meta = {"documents": 2, "train_tokens": 65, "val_tokens": 65}
     data.check("a.txt", meta, 64)
@@ -291,5 +338,5 @@ def test_text_without_line_breaks_is_cut_into_documents(tmp_path):
     line = "".join(text(60)).replace("\n", " ")
     corpus = data.prepare(write_text(tmp_path / "a.txt", [line]), BYTES, 64, folder=tmp_path / "data")
     assert corpus.meta["documents"] >= 14
-    pieces = [p for side in (corpus.train, corpus.val) for p in BYTES.decode(side).split("\0")[:-1]]
+    pieces = [p for side in (corpus.train, corpus.val) for p in BYTES.decode(side[:]).split("\0")[:-1]]
     assert sum(map(len, pieces)) == len(line) and all(p in line for p in pieces)

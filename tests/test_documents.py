@@ -12,6 +12,7 @@ import pytest
 from test_data import text
 
 import documents
+import live
 
 SAMPLE = Path(__file__).resolve().parents[2] / "shared" / "corpus" / "c4-sample"
 
@@ -124,11 +125,31 @@ def test_a_table_without_texts_is_said(tmp_path, columns):
     assert "\n" not in str(error.value)
 
 
+def test_of_a_folder_files_are_read_and_held_out_where_others_are_left(tmp_path):
+    """Not folders whose names end like files, nor links to nothing; all of one kind of file is for both sides."""
+    (tmp_path / "x.txt").mkdir()
+    (tmp_path / "x.txt" / "c4-validation.txt").write_text("one")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "gone")
+    (source,) = documents.sources(str(tmp_path))
+    assert list(source.read()) == ["one"] and not source.held_out
+    (source,) = documents.sources(str(tmp_path / "x.txt" / "c4-validation.txt"))
+    assert not source.held_out
+    (tmp_path / "c.txt").write_text("two")
+    found = [(source.name, source.held_out) for source in documents.sources(str(tmp_path))]
+    assert found == [("c.txt", False), ("x.txt/c4-validation.txt", True)]
+
+
+def test_blank_pieces_are_no_documents(tmp_path):
+    (tmp_path / "a.txt").write_text("\n" * 50_000 + "word")
+    assert [d.strip() for d in read(tmp_path / "a.txt")] == ["word"]
+
+
 def test_names_of_nothing_are_refused(tmp_path):
     (tmp_path / "a.pdf").touch()
     (tmp_path / "empty").mkdir()
     wrong, here = "end in .txt", "that is there"
-    for name, says in (("no/such.txt", here), ("", here), (tmp_path / "a.pdf", wrong), (tmp_path / "empty", wrong)):
+    bad = {"no/such.txt": here, "": here, "x" * 5000: here, tmp_path / "a.pdf": wrong, tmp_path / "empty": wrong}
+    for name, says in bad.items():
         with pytest.raises(ValueError, match=says):
             documents.sources(str(name))
 
@@ -167,6 +188,16 @@ def test_c4_is_streamed_and_goes_on_after_failures(monkeypatch, pauses, capsys):
     assert pauses == [1, 2, 1, 2] and len(hub.asked) == 5
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "data c4: refused; trying again in 1 s" and said[3] == "data c4: 429; trying again in 2 s"
+
+
+def test_a_signal_is_no_failure_of_the_network(pauses):
+    def read():
+        raise live.Stop
+        yield
+
+    with pytest.raises(live.Stop):
+        list(documents.patient(read))
+    assert pauses == []
 
 
 def test_c4_gives_up_in_the_end(monkeypatch, pauses):

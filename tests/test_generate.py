@@ -55,3 +55,8 @@ def test_what_is_no_run_is_said(here, capsys, content):
         out, err = capsys.readouterr()
         assert out == "" and err.count("\n") == 1
         assert ("holds no run to generate from" if flags else "generate needs --out") in err
+
+
+def test_a_seed_that_is_none_is_said(here, capsys):
+    assert train.main(["--generate", "a", "--out", "r", "--seed", "5b"]) == 2
+    assert "seed is 5000000000; it must be at least 0" in capsys.readouterr().err

@@ -65,12 +65,15 @@ def test_gpt2_takes_any_text(s):
 def test_a_vocabulary_is_cut_to_merges_and_end_of_text(monkeypatch):
     """Of one that has a single merge: with 257 ids there is no room for it, with 258 it is the last but one."""
     ranks = {bytes([i]): i for i in range(256)} | {b" t": 256}
-    small = tokenizer.tiktoken.Encoding("small", pat_str=r" ?\w+|.", mergeable_ranks=ranks, special_tokens={})
+    small = tokenizer.tiktoken.Encoding("small", pat_str=r" ?\w+|\s+", mergeable_ranks=ranks, special_tokens={})
     monkeypatch.setattr(tokenizer, "gpt2", lambda: small)
     for size, expected in ((257, [32, 116]), (258, [256])):
         cut = tokenizer.tokenizer("gpt2", size)
         assert cut.encode(" t").tolist() == expected and cut.end_of_text == size - 1
         assert cut.decode([*expected, 32, 116]) == " t t"
+    assert len(cut.encode("")) == 0
+    long = "\n" * 1_000_000 + "x"  # more than GPT-2's pattern takes at once
+    assert cut.decode(cut.encode(long)) == long
 
 
 def test_without_a_network_it_is_said_how_to_provide_the_vocabulary(monkeypatch, tmp_path):
