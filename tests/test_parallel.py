@@ -227,7 +227,7 @@ def test_two_processes_train_as_one(here, more):
     (status, out, err), (status1, out1, err1) = ended(together("--method", "gn", "--out", "two", *more))
     assert (status, status1) == (0, 0), err + err1
     assert "parameters on 4 x cpu" in out and "validation loss" in out
-    words = {"parameters", "tokens", "train_loss", "validation"}  # Gloo's threads say how they are connected, all at once
+    words = {"parameters", "tokens", "train_loss", "validation"}  # Gloo's threads say there how they are connected
     assert words <= set(out.split()) and not words & set(out1.split()), out1
     assert run("--method", "gn", "--out", "one", *more) == 0
     assert_close(everything("two"), everything("one"), rtol=1e-2, atol=1e-4)
