@@ -99,16 +99,14 @@ def check(config, schedules):
 
 def groups(params):
     """Which optimizer group each parameter is in: `muon`, the matrices of the blocks, or `adamw`, everything else."""
-    labels = jax.tree.map(lambda _: "adamw", params)
-    labels["blocks"] = {k: "muon" if k in model.MATRICES else "adamw" for k in params["blocks"]}
-    return labels
+    blocks = {k: "muon" if k in model.MATRICES else "adamw" for k in params["blocks"]}
+    return {**jax.tree.map(lambda _: "adamw", params), "blocks": blocks}
 
 
 def is_matrix(params):
     """True for every matrix (embedding and head too), False for norms and biases: what weight decay reaches."""
-    norms = jax.tree.map(lambda _: False, params)
     blocks = {k: k in model.MATRICES for k in params["blocks"]}
-    return {**norms, "embedding": True, "head": True, "blocks": blocks}
+    return {**jax.tree.map(lambda _: False, params), "embedding": True, "head": True, "blocks": blocks}
 
 
 def clipping(limit):
@@ -128,16 +126,13 @@ def muon(lr, momentum, weight_decay, clip, dtype="float32"):
     """
     stacked = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)  # by default optax sends them to Adam
     step = optax.contrib.muon(-1.0, beta=0.0, nesterov=False, muon_weight_dimension_numbers=lambda _: stacked)
-    decay, scale = optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(lr)
-    matrices = optax.chain(clipping(clip), nesterov(momentum), by_shape(step, dtype), decay, scale)
+    after = optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(lr)
+    matrices = optax.chain(clipping(clip), nesterov(momentum), by_shape(step, dtype), *after)
     return optax.partition({"muon": matrices, "adamw": adamw(lr, 0.9, 0.999, weight_decay, clip)}, groups)
 
 
 def nesterov(decay):
-    """b m / (1 - b^(t+1)) + (1 - b) g / (1 - b^t) at update t = 1, 2, ..: as in optax's Muon.
-
-    m: the moving average of the gradient g, b: its decay.
-    """
+    """b m / (1 - b^(t+1)) + (1 - b) g / (1 - b^t) at update t = 1, 2, ..; m: the moving average of g, b: its decay."""
 
     def update(grads, state, params=None):
         m, t = optax.tree.update_moment(grads, state.ema, decay, 1), state.count + 1
@@ -151,14 +146,13 @@ def nesterov(decay):
 def by_shape(transform, dtype):
     """transform in `dtype`, given all [L, in, out] of a tree that have the same in and out as one [n, in, out].
 
-    It must treat each matrix for itself, as Muon does, and keep nothing from one update to the next. A few large
-    batches of products are faster than many small ones, and several devices share the matrices.
+    It must treat each matrix for itself, and keep no state. A few large batches are faster, and devices share them.
     """
 
     def join(tree):
         same = {}
         for a in jax.tree.leaves(tree):
-            same.setdefault(f"{a.shape[1]} x {a.shape[2]}", []).append(a)
+            same.setdefault(a.shape[1:], []).append(a)
         return {shape: jnp.concatenate(arrays) for shape, arrays in same.items()}
 
     def update(grads, params):

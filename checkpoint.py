@@ -21,28 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import files
 import parallel
-from data import locked, sync
 
 
-def write_file(path, write, check=lambda path: None):
-    """Calls write(file) on a temporary file, syncs and checks it and renames it to path, which is never half written.
-
-    Of several processes only the first writes.
-    """
-    if jax.process_index() > 0:
-        return
-    draft = Path(f"{path}.draft-{os.getpid()}")
-    try:
-        with open(draft, "wb") as f:
-            write(f)
-            f.flush()
-            os.fsync(f.fileno())
-        check(draft)
-        os.replace(draft, path)
-        sync(draft.parent)
-    finally:
-        draft.unlink(missing_ok=True)
+def write_file(*args):
+    """files.write_file, in the first of several processes."""
+    if jax.process_index() == 0:
+        files.write_file(*args)
 
 
 def save(path, tree):
@@ -73,7 +59,7 @@ def save_state(folder, state):
             except OSError:  # a disk that has no links
                 os.replace(newest, before)
         os.replace(draft, newest)
-        sync(newest.parent)
+        files.sync(newest.parent)
 
 
 DAMAGED = (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)  # what reading may raise
@@ -149,21 +135,17 @@ def resume(folder, init):
 def alone(folder):
     """Holds a run's folder, made where there is none, against other processes; the hold ends with the process.
 
-    Raises ValueError where another one has it. Of the processes of one run the first holds it. What a killed one has
-    left half written is removed.
+    Raises ValueError where another one has it. Of the processes of one run the first holds it.
     """
     with ExitStack() as stack:
         taken = False
         if jax.process_index() == 0:
             try:
-                stack.enter_context(locked(Path(folder) / "lock", wait=False))
+                stack.enter_context(files.locked(Path(folder) / "lock", wait=False))
             except BlockingIOError:
                 taken = True
         if parallel.largest(taken):
             raise ValueError(f"{folder} is in use by another run; give another --out")
-        if jax.process_index() == 0:
-            for path in Path(folder).glob("*.draft-*"):
-                path.unlink()
         yield
 
 

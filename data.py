@@ -9,7 +9,6 @@ once an epoch. Nothing here has a state: batch `index` of seed `seed` is the sam
 `python data.py c4 --tokens 2b` makes the files before a run asks for them.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -17,7 +16,7 @@ import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -29,6 +28,7 @@ from tqdm import tqdm
 
 import documents
 import flags
+from files import locked, write_file
 from tokenizer import tokenizer
 
 HELD_OUT = 0.05  # fraction of the documents that only validation reads
@@ -96,21 +96,6 @@ def prepare(corpus, tok, context, need=float("inf"), folder="data"):
     return Corpus(*sides, meta | {"sha256": {k: hashlib.sha256(v.encode()).hexdigest() for k, v in hashes.items()}})
 
 
-@contextmanager
-def locked(path, wait=True):
-    """One process at a time; the lock goes with the process that holds it, however that ends.
-
-    Raises BlockingIOError where another process has it and there is no `wait`.
-    """
-    while True:
-        os.makedirs(path.parent, exist_ok=True)
-        with open(path, "a") as f:
-            fcntl.flock(f, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            if path.exists() and os.path.samestat(os.fstat(f.fileno()), os.stat(path)):  # not removed meanwhile
-                yield
-                return
-
-
 def rule(found):
     """Of a text, whether it is held out.
 
@@ -128,7 +113,7 @@ def rule(found):
         digests = sorted({digest(text) for source in found for text in source.read()})
         return digests[max(1, round(HELD_OUT * len(digests))) - 1] if len(digests) > 1 else b""
 
-    return lambda text: digest(text) <= largest()
+    return lambda text: largest() != b"" and digest(text) <= largest()
 
 
 def shard(source, tok, held_out, path, have, need):
@@ -143,7 +128,7 @@ def shard(source, tok, held_out, path, have, need):
         done.unlink()
     meta = write(source, tok, held_out, path, have, need)
     meta["sha256"] = {side: checksum(f"{path}.{side}.bin") for side in ("train", "val")}
-    put(done, meta)
+    write_file(done, lambda f: f.write(json.dumps(meta).encode()))
     progress.unlink()
     return meta
 
@@ -159,26 +144,6 @@ def checksum(path):
     """The sha256 of a file; None where there is none."""
     with suppress(FileNotFoundError), open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def put(path, value):
-    """Writes JSON so that the file is the old one or the new one, whole."""
-    draft = Path(f"{path}.draft")
-    with open(draft, "w") as f:
-        json.dump(value, f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(draft, path)
-    sync(path.parent)
-
-
-def sync(folder):
-    """What was renamed in a folder is on disk."""
-    here = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(here)
-    finally:
-        os.close(here)
 
 
 def write(source, tok, held_out, path, have, need):
@@ -218,7 +183,7 @@ def keep(out, progress, meta):
     for f in out.values():
         f.flush()
         os.fsync(f.fileno())
-    put(progress, meta)
+    write_file(progress, lambda f: f.write(json.dumps(meta).encode()))
 
 
 def check(corpus, meta, context):

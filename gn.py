@@ -142,8 +142,7 @@ def linearized(objective, theta0, delta, tokens, config):
 
     start = (2 * (jnp.zeros((), h.dtype),), jnp.zeros_like(theta0["head"]))
     (values, w_bar), h_bar = model.scan_tokens(network, chunk, start, h, push(delta), y)
-    (grad,) = jax.linear_transpose(push, theta0)(h_bar.reshape(h.shape))  # pull: dh -> Jᵀ dh
-    return values, {**grad, "head": w_bar}
+    return values, {**jax.linear_transpose(push, theta0)(h_bar.reshape(h.shape))[0], "head": w_bar}  # pull: dh -> Jᵀ dh
 
 
 def value_and_grad(objective, linearized, theta0, delta, tokens, config):

@@ -103,10 +103,9 @@ def embed(params, x):
 
 def down(config, w, up, gate=None):
     """What the MLP does with its first product(s), [B, T, F] -> [B, T, D]."""
-    up = wide(up)
-    if gate is None:  # GELU in its tanh form, x (1 + tanh a) / 2 = x σ(2a)
-        return product(config, up * jax.nn.sigmoid((8 / jnp.pi) ** 0.5 * (up + 0.044715 * up**3)), w)
-    return product(config, up * jax.nn.silu(wide(gate)), w)
+    up = wide(up)  # without a gate: GELU in its tanh form, x (1 + tanh a) / 2 = x σ(2a)
+    gelu = lambda: jax.nn.sigmoid((8 / jnp.pi) ** 0.5 * (up + 0.044715 * up**3))
+    return product(config, up * (gelu() if gate is None else jax.nn.silu(wide(gate))), w)
 
 
 @partial(jax.jit, static_argnums=0)  # traced once for all layers
@@ -159,15 +158,13 @@ def loss(config, params, tokens):
 def value_and_grad(config, params, tokens):
     """`loss` and its gradient, the logits a chunk at a time; tokens: int32 [B, T+1]."""
     x, y = tokens[:, :-1], tokens[:, 1:]
-    h, pull = jax.vjp(lambda p: hidden(config, p, x), params)
-    (w,) = rounded(config, params["head"])
+    (h, pull), (w,) = jax.vjp(lambda p: hidden(config, p, x), params), rounded(config, params["head"])
 
     def chunk(carry, part):
         h, y = part  # [c, D], [c]
         value, u = cross_entropy.gradient(head(config, h, w), y, config.dtype)  # ∇ℓ(z), [c, V]
         return (carry[0] + value, carry[1] + product(config, h.T, u, h.dtype)), product(config, u, w.T, h.dtype)
 
-    start = (jnp.zeros((), h.dtype), jnp.zeros_like(params["head"]))
-    (total, w_bar), h_bar = scan_tokens(config, chunk, start, h, y)
+    (total, w_bar), h_bar = scan_tokens(config, chunk, (jnp.zeros((), h.dtype), jnp.zeros_like(params["head"])), h, y)
     (grad,) = pull(h_bar.reshape(h.shape))
     return total / y.size, jax.tree.map(lambda a: a / y.size, {**grad, "head": w_bar})

@@ -39,7 +39,7 @@ from tokenizer import Tokenizer, tokenizer
 METHODS = {method.__name__: (method, method.Config) for method in (gn, gn_prox, layerwise_gn)}
 METHODS |= {cls.__name__.lower(): (baselines, cls) for cls in (baselines.AdamW, baselines.Muon, baselines.SOAP)}
 DERIVED = ("model", "inner_steps", "outer_steps", "inner_tokens")  # fields of a method's Config that are not flags
-WARMUP_CODE = "attention baselines cross_entropy data documents flags heads linear model parallel soap tokenizer"
+WARMUP_CODE = "attention baselines cross_entropy data documents files flags heads linear model parallel soap tokenizer"
 loss = jax.jit(lambda network, *args: parallel.mean(partial(model.loss, network))(*args), static_argnums=0)
 
 
