@@ -120,11 +120,11 @@ def shard(source, tok, held_out, path, have, need):
     """The counts of one source's token files, path.train.bin and path.val.bin, which are made where they are not."""
     done, progress = Path(f"{path}.json"), Path(f"{path}.progress")
     if done.exists():
+        progress.unlink(missing_ok=True)  # or damaged bytes would count as done; a kill may have left it
         meta = read(done)
         if meta and all(checksum(f"{path}.{side}.bin") == meta["sha256"][side] for side in ("train", "val")):
             return meta
         print(f"{path}: a token file is damaged; it is made again", file=sys.stderr)
-        progress.unlink(missing_ok=True)  # or the damaged bytes would count as done
         done.unlink()
     meta = write(source, tok, held_out, path, have, need)
     meta["sha256"] = {side: checksum(f"{path}.{side}.bin") for side in ("train", "val")}

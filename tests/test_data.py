@@ -125,6 +125,15 @@ def test_a_damaged_token_file_is_made_again(tmp_path, capsys, damage):
     assert file.read_bytes() == whole and again.meta == first.meta
 
 
+def test_counts_that_a_kill_left_beside_finished_files_go(tmp_path):
+    path = write_text(tmp_path / "a.txt", text(10))
+    first = data.prepare(path, BYTES, 64, folder=tmp_path / "data")
+    (done,) = (tmp_path / "data").glob("*/*.json")
+    done.with_suffix(".progress").write_text(done.read_text())
+    assert data.prepare(path, BYTES, 64, folder=tmp_path / "data").meta == first.meta
+    assert folders(done.parent) == ["00000.json", "00000.train.bin", "00000.val.bin", "lock"]
+
+
 def lines(folder, name, texts):
     """A file in C4's format."""
     folder.mkdir(exist_ok=True)
