@@ -93,8 +93,8 @@ def check(config, schedules):
         if not 0 <= getattr(config, name, 0) < float("inf"):
             raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 0")
     for name in ("frequency", "largest", "cg_steps"):
-        if getattr(config, name, 1) < 1:
-            raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1")
+        if not 1 <= getattr(config, name, 1) < 2**31:
+            raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1 and below 2^31")
 
 
 def groups(params):

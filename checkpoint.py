@@ -5,7 +5,6 @@
     checkpoint.npz  the method's whole state, each array in its own dtype; checkpoint.previous.npz: the one before
 """
 
-import hashlib
 import itertools
 import json
 import os
@@ -29,6 +28,12 @@ def write_file(*args):
     """files.write_file, in the first of several processes."""
     if jax.process_index() == 0:
         files.write_file(*args)
+
+
+def remove(path):
+    """Path.unlink, in the first of several processes, where there is such a file."""
+    if jax.process_index() == 0:
+        path.unlink(missing_ok=True)
 
 
 def save(path, tree):
@@ -87,12 +92,17 @@ def load(path, like):
     return jax.tree_util.tree_unflatten(structure, [jnp.asarray(arrays[name]) for name in expected])
 
 
+REAL, COUNTS = (int, float), ("step", "tokens", "tokens_line_search")
+ROW = {**dict.fromkeys(COUNTS, int), **dict.fromkeys(("val_loss", "val_bpb", "input_wait"), REAL)}
+ROW |= dict.fromkeys(("train_loss", "lr", "alpha", "seconds", "refused"), (*REAL, type(None)))  # of a row of the log
+
+
 def read_log(folder):
     """The rows of log.jsonl; none where there is no such file. Raises OSError where it is damaged."""
     path = Path(folder) / "log.jsonl"
     try:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise OSError(f"{path} cannot be read: {error}") from None
 
 
@@ -109,8 +119,12 @@ def resume(folder, init):
     too, and FloatingPointError where the run diverged before.
     """
     rows, like = read_log(folder), jax.eval_shape(init)
+    if not all(isinstance(row, dict) for row in rows):
+        raise OSError(f"{folder}/log.jsonl has a line that is no JSON object")
     if rows and "diverged" in rows[-1]:
         raise FloatingPointError(f"{folder}: {rows[-1]['diverged']}")
+    if not all(isinstance(row.get(name, ""), kind) for row in rows for name, kind in ROW.items()):
+        raise OSError(f"{folder}/log.jsonl has a row without what a row has; another --out begins anew")
     newest, before = found = [Path(folder) / f"checkpoint{name}.npz" for name in ("", ".previous")]
     if not any(path.exists() for path in found):
         return None, []
@@ -156,17 +170,12 @@ def keep_programs(folder):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def digest(*what):
-    """A hash of values that JSON can hold: equal for equal values, in hexadecimal."""
-    return hashlib.sha256(json.dumps(what).encode()).hexdigest()
-
-
 def code(*modules):
     """A hash of the source of these files of the project; where none is named, of all but those that only show."""
     here = Path(__file__).parent
     paths = [here / f"{name}.py" for name in modules]
     paths = paths or [path for path in sorted(here.glob("*.py")) if path.stem not in ("bench", "plot", "report")]
-    return digest([[path.name, path.read_text()] for path in paths])
+    return files.digest([[path.name, path.read_text()] for path in paths])
 
 
 def commit():
@@ -186,8 +195,8 @@ def check_folder(folder, config):
         return
     try:
         old = json.loads((folder / "config.json").read_text())
-        then, _ = old["config"], old["about"]["code"]  # the latter for open_folder
-    except (OSError, ValueError, KeyError, TypeError):
+        then, _ = dict(old["config"]), old["about"]["code"]  # the latter for open_folder
+    except files.UNREADABLE:
         raise ValueError(f"{folder} is there and is not a run; give another --out") from None
     differ = [f"{k} {then.get(k)} -> {config[k]}" for k in config if then.get(k) != config[k]]
     if differ:

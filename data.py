@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 import documents
 import flags
-from files import locked, write_file
+from files import UNREADABLE, digest, locked, named, write_file
 from tokenizer import tokenizer
 
 HELD_OUT = 0.05  # fraction of the documents that only validation reads
@@ -46,20 +46,30 @@ class Corpus(NamedTuple):
 
 
 class Joined:
-    """Files of uint16 one behind another, as an array of which slices can be read. No file stays open."""
+    """Files of uint16 ids below vocab_size one behind another, as an array of which slices can be read.
 
-    def __init__(self, paths):
+    No file stays open. A slice raises OSError where a file has not the ids that it should have.
+    """
+
+    def __init__(self, paths, vocab_size):
         ends = np.cumsum([Path(path).stat().st_size // 2 for path in paths]).tolist()
-        self.parts = list(zip(paths, [0, *ends[:-1]], ends, strict=True))
+        self.parts, self.vocab_size = list(zip(paths, [0, *ends[:-1]], ends, strict=True)), vocab_size
 
     def __len__(self):
         return self.parts[-1][2] if self.parts else 0
 
     def __getitem__(self, where):
         start, stop, _ = where.indices(len(self))
-        cut = [(path, max(start, a), min(stop, b), a) for path, a, b in self.parts]
-        some = [np.fromfile(path, np.uint16, j - i, offset=2 * (i - a)) for path, i, j, a in cut if i < j]
+        cut = [(path, max(start, a) - a, min(stop, b) - a) for path, a, b in self.parts]
+        some = [self.read(path, i, j - i) for path, i, j in cut if i < j]
         return np.concatenate(some) if some else np.empty(0, np.uint16)
+
+    def read(self, path, start, n):
+        ids = np.fromfile(path, np.uint16, n, offset=2 * start)
+        if len(ids) < n or ids.max() >= self.vocab_size:
+            what = f"it ends early or holds an id that is none of {self.vocab_size}"
+            raise OSError(f"{path} is damaged: {what}; remove it, and the same command makes it again")
+        return ids
 
 
 def prepare(corpus, tok, context, need=float("inf"), folder="data"):
@@ -72,7 +82,7 @@ def prepare(corpus, tok, context, need=float("inf"), folder="data"):
     """
     found = documents.sources(corpus)
     about = [[[s.name, s.stamp] for s in found], tok.name, tok.vocab_size, HELD_OUT, documents.PIECE]
-    key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
+    key = digest(about)[:12]
     home, shards = Path(folder) / f"{Path(corpus).stem}-{tok.name}-{key}", []
     with locked(home / "lock"):
         new, read_all = not any(home.glob("*.json")) and not any(home.glob("*.progress")), False
@@ -92,7 +102,7 @@ def prepare(corpus, tok, context, need=float("inf"), folder="data"):
                     os.rmdir(folder)  # where it is empty
             raise
     hashes = {side: "".join(s["sha256"][side] for s in shards) for side in ("train", "val")}
-    sides = (Joined([home / f"{i:05}.{side}.bin" for i in range(len(shards))]) for side in hashes)
+    sides = (Joined([home / f"{i:05}.{side}.bin" for i in range(len(shards))], tok.vocab_size) for side in hashes)
     return Corpus(*sides, meta | {"sha256": {k: hashlib.sha256(v.encode()).hexdigest() for k, v in hashes.items()}})
 
 
@@ -102,7 +112,7 @@ def rule(found):
     No text is where whole sources are. Otherwise the 5% with the smallest hashes: exactly, and at least one, of a
     corpus below SMALL bytes; of a larger one those below 5% of all hashes, for which nobody must have seen them all.
     """
-    digest = lambda text: hashlib.sha256(text.encode()).digest()[:8]
+    of = lambda text: hashlib.sha256(text.encode()).digest()[:8]
 
     @lru_cache(maxsize=1)  # asked for when the first text comes: not where all is done
     def largest():
@@ -110,10 +120,10 @@ def rule(found):
             return b""
         if sum(source.size for source in found) > SMALL:
             return int(HELD_OUT * 2**64).to_bytes(8, "big")
-        digests = sorted({digest(text) for source in found for text in source.read()})
+        digests = sorted({of(text) for source in found for text in source.read()})
         return digests[max(1, round(HELD_OUT * len(digests))) - 1] if len(digests) > 1 else b""
 
-    return lambda text: largest() != b"" and digest(text) <= largest()
+    return lambda text: largest() != b"" and of(text) <= largest()
 
 
 def shard(source, tok, held_out, path, have, need):
@@ -128,16 +138,21 @@ def shard(source, tok, held_out, path, have, need):
         done.unlink()
     meta = write(source, tok, held_out, path, have, need)
     meta["sha256"] = {side: checksum(f"{path}.{side}.bin") for side in ("train", "val")}
-    write_file(done, lambda f: f.write(json.dumps(meta).encode()))
+    record(done, meta)
     progress.unlink()
     return meta
 
 
+def record(path, meta):
+    """Writes counts, with a hash of what they are."""
+    write_file(path, lambda f: f.write(json.dumps(meta | {"check": digest(meta)}).encode()))
+
+
 def read(path):
-    """The counts in a file; None where it holds none."""
-    with suppress(OSError, ValueError):
-        meta = json.loads(path.read_text())
-        return meta if isinstance(meta, dict) and "train_tokens" in meta else None
+    """The counts that were recorded; None where there are none, or others than were written."""
+    with suppress(*UNREADABLE):
+        meta = dict(json.loads(path.read_text()))
+        return meta if meta.pop("check", None) == digest(meta) else None
 
 
 def checksum(path):
@@ -155,7 +170,7 @@ def write(source, tok, held_out, path, have, need):
     if any(size(side) < 2 * meta[f"{side}_tokens"] for side in sides):  # what was counted is not all there
         meta = dict.fromkeys(meta, 0)
     texts, saved = islice(source.read(), meta["documents"], None), time.monotonic()
-    with ExitStack() as stack:
+    with named(path), ExitStack() as stack:
         out = {side: stack.enter_context(open(file, "ab")) for side, file in sides.items()}
         threads = stack.enter_context(ThreadPoolExecutor(os.cpu_count()))  # tiktoken works outside Python's lock
         total = None if need == float("inf") else need
@@ -183,7 +198,7 @@ def keep(out, progress, meta):
     for f in out.values():
         f.flush()
         os.fsync(f.fileno())
-    write_file(progress, lambda f: f.write(json.dumps(meta).encode()))
+    record(progress, meta)
 
 
 def check(corpus, meta, context):

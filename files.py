@@ -1,24 +1,50 @@
-"""Files that a crash leaves as they were or as they should be, and folders that one process has at a time."""
+"""Files that a crash leaves as they were or as they should be, and that one process has at a time."""
 
 import fcntl
+import hashlib
+import json
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+# what reading JSON may raise, and using what it holds, where that is anything
+
+
+def digest(*what):
+    """A hash of values that JSON can hold: equal for equal values, in hexadecimal."""
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()
+
+
+@contextmanager
+def named(path):
+    """What fails in it says which file it is about, as a disk that is full does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def write_file(path, write, check=lambda path: None):
-    """Calls write(file) on a temporary file, syncs, checks and renames it to path, which is never half written."""
-    draft = Path(f"{path}.draft-{os.getpid()}")
-    try:
-        with open(draft, "wb") as f:
+    """Calls write(file) on a draft, syncs, checks and renames it to path, which is never half written.
+
+    Of two processes one waits for the other; a draft that one that was killed has left is written over.
+    """
+    draft = Path(f"{path}.draft")
+    with named(path), locked(draft) as f:
+        try:
+            f.truncate(0)
             write(f)
             f.flush()
             os.fsync(f.fileno())
-        check(draft)
-        os.replace(draft, path)
+            check(draft)
+            os.replace(draft, path)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
         sync(draft.parent)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def sync(folder):
@@ -32,17 +58,16 @@ def sync(folder):
 
 @contextmanager
 def locked(path, wait=True):
-    """One process at a time, in the folder of path; the lock goes with the process that holds it, however that ends.
+    """The file, made where there is none, for one process at a time; the lock goes with its holder, however that ends.
 
-    What one that was killed has left half written there is removed. Raises BlockingIOError where another process has
-    the lock and there is no `wait`.
+    Raises BlockingIOError where another process has it and there is no `wait`.
     """
-    while True:
+    held = False
+    while not held:
         os.makedirs(path.parent, exist_ok=True)
-        with open(path, "a") as f:
+        with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as f:
             fcntl.flock(f, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            if path.exists() and os.path.samestat(os.fstat(f.fileno()), os.stat(path)):  # not removed meanwhile
-                for draft in path.parent.glob("*.draft-*"):
-                    draft.unlink()
-                yield
-                return
+            with suppress(FileNotFoundError):  # or it was removed meanwhile
+                held = os.path.samefile(path, f.fileno())
+            if held:
+                yield f

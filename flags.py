@@ -6,6 +6,7 @@ import inspect
 import itertools
 import re
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 
@@ -19,14 +20,19 @@ def fields_of(cls, derived=()):
 
 
 def count(text):
-    """A whole number, with or without a suffix: 400k, 1.2m, 3b. Raises ValueError where it is none."""
+    """A whole number, with or without a suffix: 400k, 1.2m, 3b. Raises ValueError where it is none, or beyond 10^15."""
     match = re.fullmatch(r"([+-]?\d+(?:\.\d+)?)([kmb]?)", text.strip().lower().replace("_", ""))
     if not match:
         raise ValueError(text)
-    value = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]]
-    if abs(value - round(value)) > 1e-6:
+    value = Fraction(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}[match[2]]
+    if value.denominator > 1 or abs(value) > 10**15:
         raise ValueError(text)
-    return round(value)
+    return int(value)
+
+
+def utf8(text):
+    """The text. Raises ValueError where its bytes were none."""
+    return text.encode().decode()
 
 
 def boolean(text):
@@ -38,7 +44,7 @@ KINDS = {  # how a text becomes a value, and what it must be
     int: (count, "a whole number such as 32, 400k or 1.2m"),
     float: (float, "a number"),
     bool: (boolean, "true or false"),
-    str: (str, "a text"),
+    str: (utf8, "a text in UTF-8"),
 }
 
 
@@ -49,7 +55,12 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=Path(sys.argv[0]).name, allow_abbrev=False, **options)
 
     def error(self, message):
-        raise ValueError(message)
+        raise ValueError(message.encode("unicode_escape").decode())
+
+    def given(self, argv):
+        """{name: text} of the flags that argv has, and the words that are none of them."""
+        known, others = self.parse_known_args(argv)
+        return {name: text if text != [] else "--" for name, text in vars(known).items() if text is not None}, others
 
 
 def exists(text):
@@ -77,8 +88,8 @@ def expand(argv):
 def peek(argv, name, default, valid=()):
     """The value of one flag, before the others are known. Raises ValueError where it is not one of `valid`, if any."""
     parser = Parser(add_help=False)
-    parser.add_argument(f"--{name}", default=default)
-    value = vars(parser.parse_known_args(argv)[0])[name]
+    parser.add_argument(f"--{name}")
+    value = parser.given(argv)[0].get(name, default)
     if valid and value not in valid:
         raise ValueError(f"{name} is {value!r}; valid: {', '.join(valid)}")
     return value
@@ -94,15 +105,14 @@ def parse(argv, fields, defaults, about):
     for name, (kind, _, comment) in fields.items():
         shown = "" if defaults[name] is None else f" [default {defaults[name]}]"
         parser.add_argument(flag(name), metavar=kind.__name__, help=(comment + shown).replace("%", "%%"))
-    given, unknown = parser.parse_known_args(argv)
+    given, unknown = parser.given(argv)
     if unknown:
-        raise ValueError(f"unknown flag {unknown[0]}; valid with this method: {', '.join(map(flag, fields))}")
+        raise ValueError(f"unknown flag {unknown[0]!r}; valid with this method: {', '.join(map(flag, fields))}")
     values = {}
-    for name, text in vars(given).items():
-        if text is not None:
-            convert, what = KINDS[fields[name][0]]
-            try:
-                values[name] = convert(text)
-            except (ValueError, KeyError):
-                raise ValueError(f"{flag(name)} is {text!r}; it must be {what}") from None
+    for name, text in given.items():
+        convert, what = KINDS[fields[name][0]]
+        try:
+            values[name] = convert(text)
+        except (ValueError, KeyError):
+            raise ValueError(f"{flag(name)} is {text!r}; it must be {what}") from None
     return values

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import checkpoint
+import files
 import flags
 import model
 from tokenizer import tokenizer
@@ -24,13 +25,18 @@ def read(folder):
     """
     try:
         config = json.loads((Path(folder) / "config.json").read_text())["config"]
-        network = model.Config(**{name: config[name] for name in flags.fields_of(model.Config)})
+        kinds = {name: kind for name, (kind, *_) in flags.fields_of(model.Config).items()}
+        if wrong := [name for name, kind in kinds.items() if type(config[name]) is not kind]:
+            raise TypeError(f"its {wrong[0]} is {config[wrong[0]]!r}")
+        network = model.Config(**{name: config[name] for name in kinds})
         ids = tokenizer(config["tokenizer"], config["vocab_size"])
         arrays = checkpoint.read_arrays(Path(folder) / "checkpoint.npz")
         part = ".average" if ".average['head']" in arrays else ".params"
         like = jax.eval_shape(partial(model.init, network), jax.random.key(0))
         params = jax.tree_util.tree_map_with_path(lambda at, _: arrays[part + jax.tree_util.keystr(at)], like)
-    except (OSError, KeyError, TypeError, ValueError) as error:
+        if jax.tree.map(lambda a: (a.shape, a.dtype), params) != jax.tree.map(lambda a: (a.shape, a.dtype), like):
+            raise ValueError("its arrays are not of the sizes that config.json says")
+    except files.UNREADABLE as error:
         raise ValueError(f"{folder} holds no run to generate from: {error}") from None
     return network, params, ids
 

@@ -4,7 +4,6 @@ import time
 
 import jax
 
-import checkpoint
 import parallel
 
 
@@ -17,11 +16,13 @@ class Live:
 
     def __init__(self, run):
         self.run, self.training, self.bars, self.signal, self.saved = run, False, [], 0, 0.0
-        self.corpus = self.state = self.step = self.ahead = None
+        self.corpus = self.state = self.step = self.ahead = self.write = None
 
     def caught(self, number, frame):
         """Signal handler. In training, where raising could hit JAX, or where others wait, the next `check` ends it."""
         again, self.signal = self.signal, number
+        if again:
+            self.state = None  # its memory may be the next step's already
         if again or not (self.training or jax.process_count() > 1):
             raise Stop
 
@@ -55,6 +56,6 @@ class Live:
             self.save(state)
 
     def save(self, state):
-        """Writes the state into the run's folder."""
-        checkpoint.save_state(self.run.config.out, state)
+        """Writes the state: `write` says where to."""
+        self.write(state)
         self.state, self.saved = None, time.monotonic()

@@ -39,8 +39,8 @@ class Config:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if name != "vocab_size" and type(value) is int and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+            if name != "vocab_size" and type(value) is int and not 1 <= value < 2**31:
+                raise ValueError(f"{name} is {value}; it must be at least 1 and below 2^31")
         if self.d_model % self.n_heads or self.d_model // self.n_heads % 2:
             raise ValueError(f"d_model {self.d_model} over n_heads {self.n_heads} must be an even whole number")
         if self.n_heads % self.n_kv_heads:

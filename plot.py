@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 
 import baselines
 import checkpoint
+import files
 import flags
 import gn
 
@@ -44,9 +45,10 @@ def gather(folders):
             inner_steps = max(1, round(run["batch"] / (run["inner_batch"] * run["context"])))
             run |= {"inner_steps": inner_steps, "outer_steps": int(run["steps"]), "name": METHODS[run["method"]][0]}
             run |= {"data": run.get("corpus", run["data"]), "out": None}  # the text by its hash, if known
+            run["target_loss"] = float(run.get("target_loss") or 0)
             if rows := [[*map(row.get, columns)] for row in checkpoint.read_log(folder)]:  # null becomes NaN
                 groups[json.dumps(run | {"seed": None}, sort_keys=True)][run["seed"]] = np.array(rows, float)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        except files.UNREADABLE as error:
             raise ValueError(f"{folder} is not a run that can be read: {error!r}") from None
         first = first or run
         if differ := [name for name in SAME.split() if run.get(name) != first.get(name)]:
@@ -57,7 +59,7 @@ def gather(folders):
             common = [*set.intersection(*(set(rows[:, 0]) for rows in logs))]
             steps, tokens, losses, alphas = np.stack([rows[np.isin(rows[:, 0], common)].T for rows in logs], 1)
             run |= dict(logs=logs, steps=steps[0], tokens=tokens[0], losses=losses, alphas=alphas, finals=last[:, 2])
-            done = (last[:, 0] >= run["outer_steps"]) | (last[:, 2] <= (run.get("target_loss") or 0))
+            done = (last[:, 0] >= run["outer_steps"]) | (last[:, 2] <= run["target_loss"])
             group, key = SimpleNamespace(**run, rank=(not done.any(), last[:, 2].mean())), (run["method"], run["batch"])
             best[key] = min(best.get(key, group), group, key=lambda group: group.rank)
     if not best:

@@ -53,7 +53,7 @@ def summary(run, rows):
     loss, bits, tokens, search = (last[name] for name in ("val_loss", "val_bpb", "tokens", "tokens_line_search"))
     print(f"validation loss {loss:.4f}, {bits:.4f} bits a byte, after {last['step']} outer steps")
     print(f"{tokens:,} tokens, {search:,} of them for line search; {seconds:.0f} s, evaluation not included")
-    print(f"{sum(row['input_wait'] for row in rows) / seconds:.1%} of that time was spent waiting for input")
+    print(f"{sum(row['input_wait'] for row in rows) / max(seconds, 1e-9):.1%} of that time was spent waiting for input")
     refused = sum(row["refused"] or 0 for row in rows)
     if refused:
         print(f"{refused} steps were refused, as no step size lowered the loss: try a smaller --lr")

@@ -25,6 +25,7 @@ from tqdm import tqdm
 import baselines
 import checkpoint
 import data
+import files
 import flags
 import gn
 import gn_prox
@@ -172,11 +173,14 @@ def configure(argv, home=None):
     values |= {"vocab_size": ids.vocab_size, "batch": batch, "tokens": tokens, "steps": steps, "out": None}
     values["eval_every"] = config.eval_every or max(1, config.eval_tokens // batch)
     values |= {name: getattr(settings, name) for name in pick(cls)}
-    digest = checkpoint.digest(values, checkpoint.code())[:6]
+    digest = files.digest(values, checkpoint.code())[:6]
     name = f"{config.method}-{config.model}-{batch}-lr{settings.lr}-seed{config.seed}-{digest}"
     values["out"] = f"{home or 'runs'}/{name}" if home or not config.out else config.out
     mesh = parallel.mesh(config.inner_batch, config.shard)
-    return Run(Config(**pick(Config)), method, settings, mesh, ids, parameters, values)
+    run = Run(Config(**pick(Config)), method, settings, mesh, ids, parameters, values)
+    if run.batches >= 2**31:
+        raise ValueError(f"the run reads {run.batches} inner batches; they must be below 2^31: raise --inner-batch")
+    return run
 
 
 # ---- training ------------------------------------------------------------------------------------------------------
@@ -185,7 +189,7 @@ def configure(argv, home=None):
 def warm_up(run, live):
     """(θ_0, last loss): AdamW, one inner batch a step, on the first tokens; made once for all runs that share it.
 
-    Raises FloatingPointError where the loss is not finite.
+    One that is stopped or lost goes on like any part of a run. Raises FloatingPointError where the loss is not finite.
     """
     config, network, steps = run.config, run.settings.model, run.warmup_batches
     made = {"params": model.init(network, jax.random.key(config.seed)), "loss": jnp.full((), jnp.nan)}
@@ -194,23 +198,33 @@ def warm_up(run, live):
         return made["params"], None
     settings = baselines.AdamW(network, 1, steps, lr=config.warmup_lr, schedule="constant", warmup=0.1)
     about = [jax.__version__, jax.devices()[0].device_kind, checkpoint.code(*WARMUP_CODE.split())]
-    key = checkpoint.digest(repr(settings), config.inner_batch, config.seed, live.corpus.meta["sha256"], about)
-    path = Path("data") / f"warmup-{key[:12]}.npz"
-    if not parallel.largest(not path.exists()):
-        try:
-            made = parallel.put(run.mesh, checkpoint.load(path, made))
-            return made["params"], made["loss"]
-        except ValueError as error:
-            print(f"{error}; the warm-up is made again", file=sys.stderr)
-    state = parallel.jit(baselines.init, static_argnums=1)(made["params"], settings)
-    with report.bar(live, "warm-up", steps):
-        for i in range(steps):  # not live.watch, which keeps what a stopped run saves
-            state, metrics = baselines.update(state, live.read(i), None, settings, live.pace)
-    made = {"params": state.params, "loss": metrics["train_loss"]}
-    if not all(jnp.isfinite(a).all() for a in jax.tree.leaves(made)):
-        raise FloatingPointError("the warm-up diverged; try a smaller --warmup-lr")
-    checkpoint.save(path, made)
-    return made["params"], made["loss"]
+    key = files.digest(repr(settings), config.inner_batch, config.seed, live.corpus.meta["sha256"], about)
+    path, part = Path("data") / f"warmup-{key[:12]}.npz", Path(config.out) / "warmup.npz"
+    if (found := earlier(run, path, made)) is None:
+        state = parallel.jit(baselines.init, static_argnums=1)(made["params"], settings)
+        state = earlier(run, part, state) or state
+        live.write = partial(checkpoint.save, part)
+        with report.bar(live, "warm-up", steps, int(state.t)):
+            for i in range(int(state.t), steps):
+                state, metrics = baselines.update(state, live.read(i), None, settings, live.watch)
+        live.state, found = None, {"params": state.params, "loss": metrics["train_loss"]}
+        if not all(jnp.isfinite(a).all() for a in jax.tree.leaves(found)):
+            checkpoint.remove(part)
+            raise FloatingPointError("the warm-up diverged; try a smaller --warmup-lr")
+        checkpoint.save(path, found)
+    checkpoint.remove(part)
+    return found["params"], found["loss"]
+
+
+def earlier(run, path, like):
+    """What an earlier run has left of a warm-up; None where there is none, or it is damaged, which is said."""
+    if parallel.largest(not path.exists()):
+        return None
+    try:
+        return parallel.put(run.mesh, checkpoint.load(path, like))
+    except ValueError as error:
+        print(f"{error}; the warm-up is made again", file=sys.stderr)
+        return None
 
 
 def evaluate(run, live, params):
@@ -253,7 +267,7 @@ def train(run, state, rows, live):
             params, metrics["train_loss"] = warm_up(run, live)
             metrics["seconds"] = time.perf_counter() - start
             state = parallel.jit(run.method.init, static_argnums=1)(params, run.settings)
-        t0 = int(state.t)
+        t0, live.write = int(state.t), partial(checkpoint.save_state, config.out)
         print(report.HEADER, *map(report.table_row, rows), sep="\n")
         with report.bar(live, config.method, config.steps * run.step_batches, t0 * run.step_batches):
             for t in range(t0, config.steps + 1):
@@ -264,7 +278,7 @@ def train(run, state, rows, live):
                     live.save(state)
                     live.ahead.waited, metrics = 0.0, {}
                     tqdm.write(report.table_row(rows[-1]))
-                if t == config.steps or (config.target_loss and rows[-1]["val_loss"] <= config.target_loss):
+                if t == config.steps or (config.target_loss and rows and rows[-1]["val_loss"] <= config.target_loss):
                     return rows
                 state, new = outer_step(run, state, t, live)
                 metrics = new | {name: new[name] + metrics.get(name, 0) for name in ("seconds", "refused")}

@@ -83,7 +83,7 @@ def test_rows_selects(main, capsys):
     [
         (["--model", "big"], "model is 'big'; valid: tiny, 45m, 150m"),
         (["--dtype", "float16"], "dtype is 'float16'; valid: float32, bfloat16"),
-        (["--reps", "3"], "unknown flag --reps; valid with this method: --model, "),
+        (["--reps", "3"], "unknown flag '--reps'; valid with this method: --model, "),
         (["--inner-batch", "many"], "--inner-batch is 'many'; it must be a whole number such as 32, 400k or 1.2m"),
         (["--inner-batch", "-1"], "inner_batch is -1; it must be at least 0"),
         (["--vocab-size", "-1"], "vocab_size is -1; it must be at least 0"),

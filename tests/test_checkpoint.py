@@ -1,6 +1,8 @@
 """Runs that are stopped or damaged go on, and end in bitwise the same state; nothing on disk is half written."""
 
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -64,6 +66,51 @@ def test_fault_8_a_resumed_run_reads_no_batch_again_and_counts_its_tokens(here):
         assert run("--method", "muon", "--out", "r") == 0
     assert [place[-1] for place in before + after] == list(range(2 + 3 * 3)) and len(before) == 2 + 3 + 2
     assert [row["tokens"] for row in rows("r")] == [128 + 192 * t for t in range(4)]
+
+
+def forget_warm_ups():
+    for path in Path("data").glob("warmup-*.npz"):
+        path.unlink()
+
+
+@pytest.mark.parametrize("n", [0, 3, 6])
+def test_a_warm_up_that_is_stopped_goes_on_bitwise(here, n):
+    """SIGTERM at batch n of its 8: the next command begins with the one behind; nothing is left beside the run."""
+    flags = ["--method", "muon", "--tokens", "10k"]
+    assert run(*flags, "--out", "whole") == 0
+    forget_warm_ups()
+    with signal_at(n) as before:
+        assert run(*flags, "--out", "r") == 143
+    assert Path("r/warmup.npz").exists() and not Path("r/checkpoint.npz").exists()
+    with signal_at(-1) as after:
+        assert run(*flags, "--out", "r") == 0
+    assert [place[-1] for place in before + after] == list(range(8 + 3 * 3))
+    assert_same_run("r", "whole")
+    assert not Path("r/warmup.npz").exists()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_warm_up_is_saved_when_minutes_have_passed(here, capsys, damaged):
+    """With --save-every almost nothing after each step: a crash loses none, or all where what it left is damaged."""
+    flags, original = ["--method", "muon", "--tokens", "10k", "--save-every", "1e-9"], data.batch
+    assert run(*flags, "--out", "whole") == 0
+    forget_warm_ups()
+
+    def batch(*place):
+        if place[-1] == 5:
+            raise OSError("the machine is gone")
+        return original(*place)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "batch", batch)
+        assert run(*flags, "--out", "r") == 1
+    if damaged:
+        damage(Path("r/warmup.npz"))
+    with signal_at(-1) as after:
+        assert run(*flags, "--out", "r") == 0
+    assert after[0][-1] == (0 if damaged else 5)
+    assert ("r/warmup.npz cannot be read" in capsys.readouterr().err) == damaged
+    assert_same_run("r", "whole")
 
 
 def test_fault_8_a_checkpoint_rounds_nothing(tmp_path):
@@ -213,14 +260,19 @@ def test_ctrl_c_ends_a_real_process_cleanly(here):
 
 
 def test_a_second_signal_does_not_wait():
-    """While training, the first one ends the run at its next safe point, the second at once; else the first does."""
+    """While training, the first one ends the run at its next safe point, the second at once; else the first does.
+
+    The second may come while a step writes its result where the state lay: that state is saved no more.
+    """
     live = train.Live(None)
-    live.training = True
+    live.training, live.state = True, "a state"
     live.caught(signal.SIGINT, None)
     with pytest.raises(train.Stop):
         live.check()
+    assert live.state == "a state"
     with pytest.raises(train.Stop):
         live.caught(signal.SIGINT, None)
+    assert live.state is None
     with pytest.raises(train.Stop):
         train.Live(None).caught(signal.SIGTERM, None)
 
@@ -326,6 +378,38 @@ def test_a_save_that_reads_back_wrong_leaves_the_one_before(here, capsys, monkey
         checkpoint.save_state("r", {"t": jnp.int32(1)})
     assert_same(everything("r"), before)
     assert not list(Path("r").glob("*draft*"))
+
+
+@contextmanager
+def full_disk(size):
+    """Within it, a write beyond the first `size` bytes of a file fails, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_on_a_full_disk_a_run_ends_with_one_line_and_goes_on_when_there_is_room(here, capsys):
+    """In the warm-up, at the first save, while the text is tokenized: the file is named, and the end is the same."""
+    flags = ["--method", "gn", "--save-every", "1e-9"]
+    assert run(*flags, "--out", "whole") == 0
+    (warm_up,) = Path("data").glob("warmup-*.npz")
+    aside = warm_up.rename("aside.npz")
+    for name, size in (("r/warmup.npz", 20_000), ("r/checkpoint.next.npz", 20_000), ("data/text-bytes-", 100_000)):
+        if "checkpoint" in name:
+            shutil.copy(aside, warm_up)
+        if "text" in name:
+            shutil.rmtree("data")
+        capsys.readouterr()
+        with full_disk(size):
+            assert run(*flags, "--out", "r") == 1
+        err = capsys.readouterr().err
+        assert err.startswith("train.py: [Errno 27]") and f"'{name}" in err and err.count("\n") == 1
+    assert run(*flags, "--out", "r") == 0
+    assert_same_run("r", "whole")
+    assert not list(here.rglob("*draft*"))
 
 
 def test_it_is_saved_inside_an_outer_step_when_minutes_have_passed(here, monkeypatch):

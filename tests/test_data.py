@@ -179,11 +179,29 @@ def test_joined_files_are_sliced_as_one_array(parts, draw):
         paths = [Path(folder, str(i)) for i in range(len(parts))]
         for path, part in zip(paths, parts, strict=True):
             np.array(part, np.uint16).tofile(path)
-        whole, joined = np.concatenate([np.array(part, np.uint16) for part in parts]), data.Joined(paths)
+        whole, joined = np.concatenate([np.array(part, np.uint16) for part in parts]), data.Joined(paths, 10)
         start, stop = (draw.draw(st.integers(0, len(whole))) for _ in range(2))
         assert len(joined) == len(whole)
         np.testing.assert_array_equal(joined[start:stop], whole[start:stop])
         np.testing.assert_array_equal(joined[start:], whole[start:])
+
+
+@pytest.mark.parametrize("damage", ["an id too large", "cut short", "gone"])
+def test_a_token_file_that_is_damaged_while_it_is_read_is_said(tmp_path, damage):
+    """In its last file, and only where the damage is read."""
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        np.arange(8, dtype=np.uint16).tofile(path)
+    joined = data.Joined(paths, 8)
+    if damage == "an id too large":
+        np.array([*range(7), 8], np.uint16).tofile(paths[1])
+    elif damage == "cut short":
+        os.truncate(paths[1], 15)
+    else:
+        paths[1].unlink()
+    np.testing.assert_array_equal(joined[2:8], range(2, 8))
+    with pytest.raises(OSError, match=str(paths[1])):
+        joined[2:16]
 
 
 def interrupted(read, after):

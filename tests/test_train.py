@@ -1,6 +1,5 @@
 """What a run does, prints and refuses, all through `train.main`, as a user would."""
 
-import gzip
 import json
 import re
 import subprocess
@@ -254,78 +253,6 @@ def test_what_is_saved_as_config_is_what_is_run(here):
     assert value("average", "--method", "muon", "--schedule", "cosine") == 0
     assert value("warmup", "--method", "muon", "--schedule", "cosine", "--warmup", "0.2") == 0.2
     assert value("steps") == 10 and value("steps", "--tokens", "2m") == 15
-
-
-BAD = {
-    "unknown flag": (
-        ["--learning-rate", "1"],
-        "unknown flag --learning-rate; valid with this method: --method, --model",
-    ),
-    "flag of another method": (
-        ["--method", "adamw", "--damping", "1"],
-        "unknown flag --damping; valid with this method: --method, --model",
-    ),
-    "abbreviated flag": (["--stepz", "1"], "unknown flag --stepz"),
-    "stray word": (["hello"], "unknown flag hello"),
-    "flag without value": (["--lr"], "expected one argument"),
-    "unknown method": (["--method", "sgd"], "method is 'sgd'; valid: gn, gn_prox, layerwise_gn, adamw, muon, soap"),
-    "unknown model": (["--model", "7b"], "model is '7b'; valid: tiny, 45m, 150m"),
-    "unknown tokenizer": (["--tokenizer", "words"], "tokenizer is 'words'; valid: bytes, gpt2"),
-    "unknown corpus": (["--data", "wiki"], "data is 'wiki'; valid: stdlib, c4, or the path of a file or folder"),
-    "missing file": (["--data", "nowhere.txt"], "data is 'nowhere.txt'; valid: stdlib, c4, or the path"),
-    "a file of no known kind": (["--data", "other/config.json"], "that end in .txt, .jsonl"),
-    "a folder without files": (["--data", "hollow"], "that end in .txt, .jsonl"),
-    "a line that is no JSON": (["--data", "bad.jsonl"], "line 2 is no JSON object with a string"),
-    "gzipped, and cut short": (["--data", "bad.json.gz"], "damaged after line"),
-    "empty file": (["--data", "empty.txt"], "it is empty"),
-    "not text": (["--data", "picture.txt"], "not text"),
-    "context beyond the corpus": (["--context", "100000", "--batch", "1m"], "too few for a window of context 100000"),
-    "batch below a sequence": (["--batch", "15"], "batch is 15 tokens, fewer than one sequence of context 16"),
-    "heads": (["--n-heads", "3"], "d_model 8 over n_heads 3"),
-    "negative lr": (["--lr", "-0.1"], "lr is -0.1; it must be a positive number"),
-    "lr that is no number": (["--lr", "fast"], "--lr is 'fast'; it must be a number"),
-    "infinite lr": (["--lr", "inf"], "lr is inf"),
-    "eval every": (["--eval-every", "0"], "eval_every is 0; it must be at least 1"),
-    "objective": (["--method", "layerwise_gn", "--objective", "cubic"], "valid: quadratic, exact"),
-    "inner": (["--inner", "sgd"], "inner is 'sgd'; valid: muon, adamw, cg"),
-    "cg of what is not quadratic": (["--method", "gn_prox", "--inner", "cg"], "valid with this objective: muon, adamw"),
-    "average": (["--average", "1"], "average is 1.0; it must be at least 0 and below 1"),
-    "frequency": (["--method", "soap", "--frequency", "0"], "frequency is 0; it must be at least 1"),
-    "no steps": (["--steps", "0"], "steps is 0; it must be at least 1"),
-    "half a step": (["--steps", "1.5"], "--steps is '1.5'; it must be a whole number"),
-    "tokens": (["--tokens=-5k"], "tokens is -5000"),
-    "count": (["--batch", "4x"], "--batch is '4x'; it must be a whole number such as"),
-    "boolean": (["--guard", "maybe"], "--guard is 'maybe'; it must be true or false"),
-    "schedule": (["--schedule", "linear"], "valid: constant+inner cosine, global cosine"),
-    "dtype": (["--dtype", "float16"], "valid: float32, bfloat16"),
-    "seed": (["--seed", "-1"], "seed is -1"),
-    "seed of 33 bits": (["--seed", "4294967296"], "seed is 4294967296"),
-    "damping": (["--damping", "nan"], "damping"),
-    "target": (["--target-loss", "0"], "target_loss is 0.0; it must be a positive number"),
-    "target that is no number": (["--target-loss", "nan"], "target_loss is nan"),
-    "vocabulary": (["--vocab-size", "300"], "tokenizer bytes has 256 ids"),
-    "warm-up": (["--warmup-fraction", "2"], "warmup_fraction is 2.0"),
-    "a folder that is no run": (["--out", "."], "is there and is not a run"),
-    "a file as folder": (["--out", "text.txt"], "is there and is not a run"),
-    "a folder of another program": (["--out", "other"], "is there and is not a run"),
-}
-
-
-@pytest.mark.parametrize("flags, says", BAD.values(), ids=BAD)
-def test_bad_input_is_one_line_and_status_2_and_nothing_written(here, capsys, flags, says):
-    Path("empty.txt").touch()
-    Path("picture.txt").write_bytes(b"\x89PNG\r\n\x1a\n" * 100)
-    Path("bad.jsonl").write_text('{"text": "a"}\n{"text": 1}\n')
-    Path("bad.json.gz").write_bytes(gzip.compress(b'{"text": "a"}\n')[:-9])
-    Path("hollow").mkdir()
-    Path("other").mkdir()
-    Path("other/config.json").write_text('{"architectures": []}')
-    listing = lambda: {p: p.is_dir() or p.stat().st_mtime_ns for p in here.rglob("*")}
-    before = listing()
-    assert run(*flags) == 2
-    out, err = capsys.readouterr()
-    assert says in err and err.count("\n") == 1 and out == ""
-    assert listing() == before
 
 
 def test_without_a_vocabulary_the_papers_defaults_say_how_to_get_it(here, capsys, monkeypatch):
