@@ -16,7 +16,7 @@ import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -29,11 +29,12 @@ from tqdm import tqdm
 import documents
 import flags
 from files import UNREADABLE, digest, locked, named, write_file
-from tokenizer import tokenizer
+from tokenizer import encoders, tokenizer
 
 HELD_OUT = 0.05  # fraction of the documents that only validation reads
 SMALL = 2**28  # bytes of a corpus that is read twice, so that it is this fraction exactly
-CHUNK = 512  # documents that are tokenized at a time
+LARGE = 2**22  # bytes of a source for which it pays to start processes
+CHUNK = 64  # documents that are tokenized at a time
 SAVE_SECONDS = 10  # from one record of what is done to the next
 
 
@@ -84,13 +85,13 @@ def prepare(corpus, tok, context, need=float("inf"), folder="data"):
     about = [[[s.name, s.stamp] for s in found], tok.name, tok.vocab_size, HELD_OUT, documents.PIECE]
     key = digest(about)[:12]
     home, shards = Path(folder) / f"{Path(corpus).stem}-{tok.name}-{key}", []
-    with locked(home / "lock"):
+    with locked(home / "lock"), encoders(tok, os.cpu_count()) as encoded:
         new, read_all = not any(home.glob("*.json")) and not any(home.glob("*.progress")), False
         try:
             held_out, have = rule(found), 0
             for i, source in enumerate(sorted(found, key=lambda s: not s.held_out)):
                 if source.held_out or have < need or sum(s["val_tokens"] for s in shards) <= context:
-                    shards.append(shard(source, tok, held_out, home / f"{i:05}", have, need))
+                    shards.append(shard(source, tok, encoded, held_out, home / f"{i:05}", have, need))
                     have += shards[-1]["train_tokens"]
             read_all = True
             meta = {name: sum(s[name] for s in shards) for name in shards[0] if name != "sha256"}
@@ -126,7 +127,7 @@ def rule(found):
     return lambda text: largest() != b"" and of(text) <= largest()
 
 
-def shard(source, tok, held_out, path, have, need):
+def shard(source, tok, encoded, held_out, path, have, need):
     """The counts of one source's token files, path.train.bin and path.val.bin, which are made where they are not."""
     done, progress = Path(f"{path}.json"), Path(f"{path}.progress")
     if done.exists():
@@ -136,7 +137,7 @@ def shard(source, tok, held_out, path, have, need):
             return meta
         print(f"{path}: a token file is damaged; it is made again", file=sys.stderr)
         done.unlink()
-    meta = write(source, tok, held_out, path, have, need)
+    meta = write(source, tok, encoded, held_out, path, have, need)
     meta["sha256"] = {side: checksum(f"{path}.{side}.bin") for side in ("train", "val")}
     record(done, meta)
     progress.unlink()
@@ -161,7 +162,7 @@ def checksum(path):
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def write(source, tok, held_out, path, have, need):
+def write(source, tok, encoded, held_out, path, have, need):
     """Tokenizes a source, going on where an earlier call was interrupted. Returns the counts of what it wrote."""
     progress, sides = Path(f"{path}.progress"), {side: Path(f"{path}.{side}.bin") for side in ("train", "val")}
     meta = {"documents": 0} | {f"{side}_{unit}": 0 for side in sides for unit in ("tokens", "bytes")}
@@ -172,13 +173,15 @@ def write(source, tok, held_out, path, have, need):
     texts, saved = islice(source.read(), meta["documents"], None), time.monotonic()
     with named(path), ExitStack() as stack:
         out = {side: stack.enter_context(open(file, "ab")) for side, file in sides.items()}
-        threads = stack.enter_context(ThreadPoolExecutor(os.cpu_count()))  # tiktoken works outside Python's lock
         total = None if need == float("inf") else need
         bar = stack.enter_context(tqdm(desc=source.name, unit=" tokens", unit_scale=True, total=total, disable=None))
         for side, f in out.items():
             f.truncate(2 * meta[f"{side}_tokens"])
-        for chunk in iter(lambda: list(islice(texts, CHUNK)), []):
-            for text, ids in zip(chunk, threads.map(tok.encode, chunk), strict=True):
+        chunks = iter(lambda: list(islice(texts, CHUNK)), [])
+        alone = tok.name == "bytes" or 0 < source.size < LARGE
+        work = ((chunk, map(tok.encode, chunk)) for chunk in chunks) if alone else encoded(chunks)
+        for chunk, chunk_ids in stack.enter_context(closing(work)):
+            for text, ids in zip(chunk, chunk_ids, strict=True):
                 side = "val" if source.held_out or held_out(text) else "train"
                 out[side].write(ids.tobytes() + np.uint16(tok.end_of_text).tobytes())
                 meta[f"{side}_tokens"] += len(ids) + 1

@@ -1,7 +1,14 @@
-"""Text to token ids and back."""
+"""Text to token ids and back; many texts by many processes of this file."""
 
+import pickle
+import subprocess
+import sys
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
@@ -55,3 +62,66 @@ def gpt2():
         reason = str(error).partition("\n")[0][:100]
         remedy = "without a network, set TIKTOKEN_CACHE_DIR to a folder in which tiktoken has it"
         raise ValueError(f"tokenizer gpt2: its vocabulary cannot be fetched ({reason}); {remedy}") from None
+
+
+@contextmanager
+def encoders(tok, processes):
+    """A function: chunks, each a list of texts -> (texts, the ids of each) for each, in order, a few held at a time.
+
+    By so many processes, as threads get in each other's way. They start when it is first called, and end with the
+    block, or this process, however that ends. It raises OSError where one of them is killed.
+    """
+    command, free, threads = [sys.executable, __file__, tok.name, str(tok.vocab_size)], SimpleQueue(), []
+
+    def ask(chunk):
+        process = free.get()
+        try:
+            pickle.dump(chunk, process.stdin)
+            process.stdin.flush()
+            return pickle.load(process.stdout)
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+            raise OSError("a process that tokenizes has ended; is the memory full?") from None
+        finally:
+            free.put(process)
+
+    def encoded(chunks):
+        if not threads:
+            for _ in range(processes):
+                free.put(stack.enter_context(running(command)))
+            threads.append(stack.enter_context(ThreadPoolExecutor(processes)))  # each waits for one process
+        ahead = deque()
+        for chunk in chunks:
+            ahead.append((chunk, threads[0].submit(ask, chunk)))
+            if len(ahead) > 2 * processes:
+                chunk, ids = ahead.popleft()
+                yield chunk, ids.result()
+        yield from ((chunk, ids.result()) for chunk, ids in ahead)
+
+    with ExitStack() as stack:
+        yield encoded
+
+
+@contextmanager
+def running(command):
+    """The process of a command, fed and read by pipes, in a group of its own, as Ctrl-C is not for it. It then ends."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, **pipes, process_group=0)
+    try:
+        yield process
+    finally:
+        with suppress(BrokenPipeError):  # of what one that was killed has not read
+            process.stdin.close()
+        process.stdout.close()
+        process.wait()
+
+
+def serve(tok):
+    """Until stdin ends: reads a list of texts, writes the list of their ids."""
+    while sys.stdin.buffer.peek(1):
+        ids = [tok.encode(text) for text in pickle.load(sys.stdin.buffer)]
+        pickle.dump(ids, sys.stdout.buffer, pickle.HIGHEST_PROTOCOL)
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    serve(tokenizer(sys.argv[1], int(sys.argv[2])))

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 import data
 import documents
+import tokenizer
 
 BYTES = data.tokenizer("bytes")
 
@@ -367,3 +369,22 @@ def test_text_without_line_breaks_is_cut_into_documents(tmp_path):
     assert corpus.meta["documents"] >= 14
     pieces = [p for side in (corpus.train, corpus.val) for p in BYTES.decode(side[:]).split("\0")[:-1]]
     assert sum(map(len, pieces)) == len(line) and all(p in line for p in pieces)
+
+
+def test_many_processes_write_what_one_does(tmp_path, monkeypatch):
+    """Of a source that is large; a text of bytes needs none."""
+    asked, path = [], write_text(tmp_path / "a.txt", text(40))
+
+    @contextmanager
+    def encoders(tok, processes):
+        with tokenizer.encoders(BYTES, 2) as encoded:
+            yield lambda chunks: asked.append(processes) or encoded(chunks)
+
+    monkeypatch.setattr(data, "encoders", encoders)
+    one = data.prepare(path, BYTES, 64, folder=tmp_path / "one")
+    data.prepare(path, BYTES._replace(name="other"), 64, folder=tmp_path / "small")
+    assert asked == []
+    monkeypatch.setattr(data, "LARGE", 1000)
+    many = data.prepare(path, BYTES._replace(name="other"), 64, folder=tmp_path / "many")
+    assert asked == [os.cpu_count()] and many.meta == one.meta
+    np.testing.assert_array_equal(many.train[:], one.train[:])
