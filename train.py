@@ -199,7 +199,7 @@ def warm_up(run, live):
     settings = baselines.AdamW(network, 1, steps, lr=config.warmup_lr, schedule="constant", warmup=0.1)
     about = [jax.__version__, jax.devices()[0].device_kind, checkpoint.code(*WARMUP_CODE.split())]
     key = files.digest(repr(settings), config.inner_batch, config.seed, live.corpus.meta["sha256"], about)
-    path, part = Path("data") / f"warmup-{key[:12]}.npz", Path(config.out) / "warmup.npz"
+    path, part = (Path(folder) / f"warmup-{key[:12]}.npz" for folder in ("data", config.out))
     if (found := earlier(run, path, made)) is None:
         state = parallel.jit(baselines.init, static_argnums=1)(made["params"], settings)
         state = earlier(run, part, state) or state

@@ -81,12 +81,12 @@ def test_a_warm_up_that_is_stopped_goes_on_bitwise(here, n):
     forget_warm_ups()
     with signal_at(n) as before:
         assert run(*flags, "--out", "r") == 143
-    assert Path("r/warmup.npz").exists() and not Path("r/checkpoint.npz").exists()
+    assert len(list(Path("r").glob("warmup-*.npz"))) == 1 and not Path("r/checkpoint.npz").exists()
     with signal_at(-1) as after:
         assert run(*flags, "--out", "r") == 0
     assert [place[-1] for place in before + after] == list(range(8 + 3 * 3))
     assert_same_run("r", "whole")
-    assert not Path("r/warmup.npz").exists()
+    assert not list(Path("r").glob("warmup-*"))
 
 
 @pytest.mark.parametrize("damaged", [False, True])
@@ -105,11 +105,11 @@ def test_a_warm_up_is_saved_when_minutes_have_passed(here, capsys, damaged):
         patch.setattr(data, "batch", batch)
         assert run(*flags, "--out", "r") == 1
     if damaged:
-        damage(Path("r/warmup.npz"))
+        damage(next(Path("r").glob("warmup-*.npz")))
     with signal_at(-1) as after:
         assert run(*flags, "--out", "r") == 0
     assert after[0][-1] == (0 if damaged else 5)
-    assert ("r/warmup.npz cannot be read" in capsys.readouterr().err) == damaged
+    assert (".npz cannot be read" in capsys.readouterr().err) == damaged
     assert_same_run("r", "whole")
 
 
@@ -397,7 +397,7 @@ def test_on_a_full_disk_a_run_ends_with_one_line_and_goes_on_when_there_is_room(
     assert run(*flags, "--out", "whole") == 0
     (warm_up,) = Path("data").glob("warmup-*.npz")
     aside = warm_up.rename("aside.npz")
-    for name, size in (("r/warmup.npz", 20_000), ("r/checkpoint.next.npz", 20_000), ("data/text-bytes-", 100_000)):
+    for name, size in (("r/warmup-", 20_000), ("r/checkpoint.next.npz", 20_000), ("data/text-bytes-", 100_000)):
         if "checkpoint" in name:
             shutil.copy(aside, warm_up)
         if "text" in name:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import data
 import documents
+import files
 import tokenizer
 
 BYTES = data.tokenizer("bytes")
@@ -150,11 +151,11 @@ def test_a_folder_is_read_file_by_file_and_only_as_far_as_needed(tmp_path):
         lines(tmp_path / "c", f"c4-train.{i}.json.gz", texts[4 * i : 4 * i + 4])
     lines(tmp_path / "c", "c4-validation.0.json.gz", text(2, seed=5))
     join = lambda texts: "".join(t + "\0" for t in texts)
-    for need, files in ((1, 1), (len(join(texts[:4])), 1), (len(join(texts[:4])) + 1, 2), (float("inf"), 3)):
+    for need, count in ((1, 1), (len(join(texts[:4])), 1), (len(join(texts[:4])) + 1, 2), (float("inf"), 3)):
         corpus = data.prepare(str(tmp_path / "c"), BYTES, 64, need, tmp_path / "data")
-        assert BYTES.decode(corpus.train[:]) == join(texts[: 4 * files])
+        assert BYTES.decode(corpus.train[:]) == join(texts[: 4 * count])
         assert BYTES.decode(corpus.val[:]) == join(text(2, seed=5))
-        assert corpus.meta["documents"] == 4 * files + 2
+        assert corpus.meta["documents"] == 4 * count + 2
     assert len(folders(tmp_path / "data")) == 1
     ids = data.batch(corpus.train, 64, 3, 0, 0)
     assert ids.dtype == np.int32 and ids.shape == (3, 65)
@@ -272,6 +273,13 @@ def test_a_process_that_is_killed_leaves_what_the_next_one_goes_on_with(tmp_path
     assert len(hashes[1]) == 120 and hashes[0] == hashes[1]
 
 
+def test_a_draft_that_a_kill_left_is_written_over(tmp_path):
+    """Longer than what is written now; nothing of it is in the file, and nothing is left beside it."""
+    (tmp_path / "a.draft").write_bytes(b"x" * 100)
+    files.write_file(tmp_path / "a", lambda f: f.write(b"new"))
+    assert (tmp_path / "a").read_bytes() == b"new" and folders(tmp_path) == ["a"]
+
+
 def test_of_two_processes_one_waits_for_the_other(tmp_path):
     """The lock is the kernel's: it goes with its holder."""
     events = []
@@ -381,10 +389,10 @@ def test_many_processes_write_what_one_does(tmp_path, monkeypatch):
             yield lambda chunks: asked.append(processes) or encoded(chunks)
 
     monkeypatch.setattr(data, "encoders", encoders)
-    one = data.prepare(path, BYTES, 64, folder=tmp_path / "one")
     data.prepare(path, BYTES._replace(name="other"), 64, folder=tmp_path / "small")
-    assert asked == []
     monkeypatch.setattr(data, "LARGE", 1000)
+    one = data.prepare(path, BYTES, 64, folder=tmp_path / "one")
+    assert asked == []
     many = data.prepare(path, BYTES._replace(name="other"), 64, folder=tmp_path / "many")
     assert asked == [os.cpu_count()] and many.meta == one.meta
     np.testing.assert_array_equal(many.train[:], one.train[:])

@@ -57,6 +57,15 @@ def test_what_is_no_run_is_said(here, capsys, content):
         assert ("holds no run to generate from" if flags else "generate needs --out") in err
 
 
+def test_a_run_whose_settings_are_not_of_its_arrays_is_said(here, capsys):
+    assert run("--method", "muon", "--out", "r", "--steps", "1") == 0
+    text = Path("r/config.json").read_text()
+    Path("r/config.json").write_text(text.replace('"d_ff": 8', '"d_ff": 16'))
+    capsys.readouterr()
+    assert train.main(["--generate", "a", "--out", "r"]) == 2
+    assert "its arrays are not of the sizes that config.json says" in capsys.readouterr().err
+
+
 def test_a_seed_that_is_none_is_said(here, capsys):
     assert train.main(["--generate", "a", "--out", "r", "--seed", "5b"]) == 2
     assert "seed is 5000000000; it must be at least 0" in capsys.readouterr().err
