@@ -3,6 +3,7 @@
     config.json     the flags, the corpus, the commit, the versions, the device
     log.jsonl       a row an evaluation
     checkpoint.npz  the method's whole state, each array in its own dtype; checkpoint.previous.npz: the one before
+    warmup.npz      in the warm-up, its state
 """
 
 import itertools
@@ -31,9 +32,10 @@ def write_file(*args):
 
 
 def remove(path):
-    """Path.unlink, in the first of several processes, where there is such a file."""
+    """Removes a file, and the draft of it that a kill has left, where they are; in the first of several processes."""
     if jax.process_index() == 0:
-        path.unlink(missing_ok=True)
+        for left in (path, Path(f"{path}.draft")):
+            left.unlink(missing_ok=True)
 
 
 def save(path, tree):
@@ -190,8 +192,8 @@ def commit():
 
 def check_folder(folder, config):
     """Raises ValueError where folder holds anything but a run of these settings, or nothing."""
-    folder = Path(folder)
-    if not folder.exists() or (folder.is_dir() and all(path.name == "lock" for path in folder.iterdir())):
+    folder, nothing = Path(folder), {"lock", "config.json.draft"}  # what a kill may leave of a run not begun
+    if not folder.exists() or (folder.is_dir() and {path.name for path in folder.iterdir()} <= nothing):
         return
     try:
         old = json.loads((folder / "config.json").read_text())

@@ -29,7 +29,7 @@ from tqdm import tqdm
 import documents
 import flags
 from files import UNREADABLE, digest, locked, named, write_file
-from tokenizer import encoders, tokenizer
+from tokenizer import cores, encoders, tokenizer
 
 HELD_OUT = 0.05  # fraction of the documents that only validation reads
 SMALL = 2**28  # bytes of a corpus that is read twice, so that it is this fraction exactly
@@ -49,7 +49,7 @@ class Corpus(NamedTuple):
 class Joined:
     """Files of uint16 ids below vocab_size one behind another, as an array of which slices can be read.
 
-    No file stays open. A slice raises OSError where a file has not the ids that it should have.
+    No file stays open. A slice raises OSError where a file ends early or has an id that is none.
     """
 
     def __init__(self, paths, vocab_size):
@@ -85,7 +85,7 @@ def prepare(corpus, tok, context, need=float("inf"), folder="data"):
     about = [[[s.name, s.stamp] for s in found], tok.name, tok.vocab_size, HELD_OUT, documents.PIECE]
     key = digest(about)[:12]
     home, shards = Path(folder) / f"{Path(corpus).stem}-{tok.name}-{key}", []
-    with locked(home / "lock"), encoders(tok, os.cpu_count()) as encoded:
+    with locked(home / "lock"), encoders(tok, cores()) as encoded:
         new, read_all = not any(home.glob("*.json")) and not any(home.glob("*.progress")), False
         try:
             held_out, have = rule(found), 0

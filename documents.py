@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+import files
 import flags
 
 PIECE = 4096  # characters after which a plain text file is cut at the next empty line; at four times that, anywhere
@@ -62,7 +63,12 @@ def of_files(name, paths, read, held_out=False):
     """The source that reads these files one after another."""
     stats = [p.stat() for p in paths]
     stamp = [(str(p), s.st_size, s.st_mtime_ns) for p, s in zip(paths, stats, strict=True)]
-    every = lambda: (document for path in paths for document in read(path))
+
+    def every():
+        for path in paths:
+            with files.named(path):
+                yield from read(path)
+
     return Source(name, sum(s.st_size for s in stats), stamp, every, held_out)
 
 

@@ -7,8 +7,8 @@ import os
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 # what reading JSON may raise, and using what it holds, where that is anything
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 def digest(*what):
@@ -33,17 +33,17 @@ def write_file(path, write, check=lambda path: None):
     Of two processes one waits for the other; a draft that one that was killed has left is written over.
     """
     draft = Path(f"{path}.draft")
-    with named(path), locked(draft) as f:
+    with named(path), locked(draft, make=False) as f:
         try:
             f.truncate(0)
             write(f)
             f.flush()
             os.fsync(f.fileno())
             check(draft)
-            os.replace(draft, path)
         except BaseException:
-            draft.unlink(missing_ok=True)
+            draft.unlink()
             raise
+        os.replace(draft, path)  # from here another process may have a draft
         sync(draft.parent)
 
 
@@ -57,14 +57,15 @@ def sync(folder):
 
 
 @contextmanager
-def locked(path, wait=True):
+def locked(path, wait=True, make=True):
     """The file, made where there is none, for one process at a time; the lock goes with its holder, however that ends.
 
-    Raises BlockingIOError where another process has it and there is no `wait`.
+    `make`: its folder too. Raises BlockingIOError where another process has it and there is no `wait`.
     """
     held = False
     while not held:
-        os.makedirs(path.parent, exist_ok=True)
+        if make:
+            os.makedirs(path.parent, exist_ok=True)
         with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as f:
             fcntl.flock(f, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             with suppress(FileNotFoundError):  # or it was removed meanwhile

@@ -1,5 +1,6 @@
 """Text to token ids and back; many texts by many processes of this file."""
 
+import os
 import pickle
 import subprocess
 import sys
@@ -64,6 +65,11 @@ def gpt2():
         raise ValueError(f"tokenizer gpt2: its vocabulary cannot be fetched ({reason}); {remedy}") from None
 
 
+def cores():
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 @contextmanager
 def encoders(tok, processes):
     """A function: chunks, each a list of texts -> (texts, the ids of each) for each, in order, a few held at a time.
@@ -80,7 +86,7 @@ def encoders(tok, processes):
             process.stdin.flush()
             return pickle.load(process.stdout)
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
-            raise OSError("a process that tokenizes has ended; is the memory full?") from None
+            raise OSError(f"a process that tokenizes has ended, status {process.wait()}; is the memory full?") from None
         finally:
             free.put(process)
 
@@ -105,7 +111,8 @@ def encoders(tok, processes):
 def running(command):
     """The process of a command, fed and read by pipes, in a group of its own, as Ctrl-C is not for it. It then ends."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, **pipes, process_group=0)
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # or NumPy would start a thread for each core
+    process = subprocess.Popen(command, env=environment, **pipes, process_group=0)
     try:
         yield process
     finally:

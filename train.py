@@ -199,11 +199,11 @@ def warm_up(run, live):
     settings = baselines.AdamW(network, 1, steps, lr=config.warmup_lr, schedule="constant", warmup=0.1)
     about = [jax.__version__, jax.devices()[0].device_kind, checkpoint.code(*WARMUP_CODE.split())]
     key = files.digest(repr(settings), config.inner_batch, config.seed, live.corpus.meta["sha256"], about)
-    path, part = (Path(folder) / f"warmup-{key[:12]}.npz" for folder in ("data", config.out))
+    path, part = Path("data") / f"warmup-{key[:12]}.npz", Path(config.out) / "warmup.npz"
     if (found := earlier(run, path, made)) is None:
         state = parallel.jit(baselines.init, static_argnums=1)(made["params"], settings)
-        state = earlier(run, part, state) or state
-        live.write = partial(checkpoint.save, part)
+        state = (earlier(run, part, {key: state}) or {key: state})[key]  # by its key: one of other code is not taken
+        live.write = lambda state: checkpoint.save(part, {key: state})
         with report.bar(live, "warm-up", steps, int(state.t)):
             for i in range(int(state.t), steps):
                 state, metrics = baselines.update(state, live.read(i), None, settings, live.watch)
@@ -218,13 +218,13 @@ def warm_up(run, live):
 
 def earlier(run, path, like):
     """What an earlier run has left of a warm-up; None where there is none, or it is damaged, which is said."""
-    if parallel.largest(not path.exists()):
-        return None
-    try:
-        return parallel.put(run.mesh, checkpoint.load(path, like))
-    except ValueError as error:
-        print(f"{error}; the warm-up is made again", file=sys.stderr)
-        return None
+    found = None
+    if path.exists():
+        try:
+            found = checkpoint.load(path, like)
+        except ValueError as error:
+            print(f"{error}; the warm-up is made again", file=sys.stderr)
+    return None if parallel.largest(found is None) else parallel.put(run.mesh, found)
 
 
 def evaluate(run, live, params):

@@ -1,11 +1,14 @@
-"""Runs that are killed (-9) at random moments, saving included, and gone on with: `python tests/kill.py 20`.
+"""Runs that are killed (-9) and gone on with: at random moments, `python tests/kill.py 20`, or, `python tests/kill.py`,
+at each of the moments that count, one after another: before every rename, link, removal and sync of a file.
 
 Each ends, in every array bitwise, where a run ends that was left alone. Status 1 where one does not.
 """
 
+import itertools
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,6 +27,11 @@ def command(method, out):
     return [sys.executable, str(ROOT / "train.py"), "--method", method, *FLAGS.split(), "--out", out]
 
 
+def write_text():
+    lines = (f"{i} {i * i} the cat sat on mat {i % 7}\n" + "\n" * (i % 50 == 49) for i in range(4000))
+    Path("text.txt").write_text("".join(lines))
+
+
 def end(out):
     """The final arrays, and the log without times."""
     with np.load(Path(out) / "checkpoint.npz", allow_pickle=False) as arrays:
@@ -38,8 +46,7 @@ def survive(kills, methods=("gn", "muon", "layerwise_gn", "gn_prox"), seed=0):
     In the current folder, which should be an empty one.
     """
     rng, alone, seen, env = random.Random(seed), {}, [], os.environ | {"JAX_PLATFORMS": "cpu"}
-    lines = (f"{i} {i * i} the cat sat on mat {i % 7}\n" + "\n" * (i % 50 == 49) for i in range(4000))
-    Path("text.txt").write_text("".join(lines))
+    write_text()
 
     def forget():  # or all but the first run would find the warm-up made
         for path in Path("data").glob("warmup-*"):
@@ -74,15 +81,62 @@ def survive(kills, methods=("gn", "muon", "layerwise_gn", "gn_prox"), seed=0):
     return seen
 
 
-def main(kills):
+def die_at(point, words):
+    """train.py's main, killed before its change number `point` of what is on disk; with 0 it prints how many it makes."""
+    count = itertools.count(1)
+
+    def counted(original):
+        return lambda *args, **options: next(count) == point and os.kill(os.getpid(), 9) or original(*args, **options)
+
+    for name in ("replace", "link", "unlink", "fsync"):
+        setattr(os, name, counted(getattr(os, name)))
+    sys.path.insert(0, str(ROOT))
+    import train
+
+    status = train.main(words)
+    print(next(count) - 1)
+    return status
+
+
+def points(every=1):
+    """Of a kill at every so many-th point: (point, whether it hit, if the end is right). In an empty current folder."""
+    write_text()
+    seen, env = [], os.environ | {"JAX_PLATFORMS": "cpu"}
+    flags = [*FLAGS.split(), *"--steps 1 --tokens 2k --batch 192".split()]  # of a flag given twice the last one counts
+
+    def start(point, out):
+        """From nothing but compiled programs."""
+        for path in Path("data").glob("[!c]*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return go_on(point, out)
+
+    def go_on(point, out):
+        words = [sys.executable, __file__, "at", str(point), "--method", "muon", *flags, "--out", out]
+        return subprocess.run(words, capture_output=True, text=True, env=env)
+
+    start(0, "first")
+    number = int(start(0, "alone").stdout.split()[-1])
+    expected = end("alone")
+    for point in range(1, number + 1, every):
+        hit = start(point, f"at-{point}").returncode == -9
+        done = go_on(0, f"at-{point}")
+        right = done.returncode == 0 and end(f"at-{point}") == expected and not list(Path(".").rglob("*.draft"))
+        seen.append((point, hit, right))
+        print(f"point {point:3} of {number}: {'the same end' if right else done.stderr or 'ANOTHER END'}", flush=True)
+    return seen
+
+
+def main(words):
+    if words[:1] == ["at"]:
+        return die_at(int(words[1]), words[2:])
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        seen = survive(kills)
+        seen = survive(int(words[0])) if words else points()
         os.chdir(ROOT)
     wrong = sum(not right for *_, right in seen)
-    print(f"{kills} kills, {wrong} runs that did not end as one that was left alone")
+    print(f"{len(seen)} kills, {wrong} runs that did not end as one that was left alone")
     return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 20))
+    sys.exit(main(sys.argv[1:]))

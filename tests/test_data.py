@@ -394,5 +394,5 @@ def test_many_processes_write_what_one_does(tmp_path, monkeypatch):
     one = data.prepare(path, BYTES, 64, folder=tmp_path / "one")
     assert asked == []
     many = data.prepare(path, BYTES._replace(name="other"), 64, folder=tmp_path / "many")
-    assert asked == [os.cpu_count()] and many.meta == one.meta
+    assert asked == [tokenizer.cores()] and many.meta == one.meta
     np.testing.assert_array_equal(many.train[:], one.train[:])

@@ -173,14 +173,13 @@ def test_any_value_of_any_flag(draw):
     fields = [train.Config, train.METHODS[method][1], model.Config]
     names = [name for cls in fields for name in flags.fields_of(cls, train.DERIVED if cls is not train.Config else ())]
     value = st.sampled_from(JUNK) | st.text(max_size=20)
-    given_ = draw.draw(st.lists(st.tuples(st.sampled_from(names), value, st.booleans()), min_size=1, max_size=2))
+    drawn = draw.draw(st.lists(st.tuples(st.sampled_from(names), value, st.booleans()), min_size=1, max_size=2))
     words = ["--model", "tiny", "--method", method]
-    for name, text, joined in given_:
+    for name, text, joined in drawn:
         flag = "--" + name.replace("_", "-")
         words += [f"{flag}={text}"] if joined else [flag, text]
     try:
-        run = [train.configure(line) for line in flags.expand(words)]
-        assert all(isinstance(r, train.Run) for r in run)
+        assert all(isinstance(train.configure(line), train.Run) for line in flags.expand(words))
     except ValueError as error:
         assert str(error).isprintable() and len(str(error)) > 10
 
@@ -343,8 +342,3 @@ def test_any_byte_of_the_counts_of_a_token_file(tmp_path):
             refused += got is None
             assert got in (None, counts)
     assert refused > 8 * len(whole) and data.read(tmp_path / "none") is None
-
-
-def test_these_are_more_than_sixty():
-    """Counted one by one; what Hypothesis draws comes on top."""
-    assert len(FLAGS) + len(test_documents.BAD) >= 70
