@@ -82,7 +82,7 @@ def survive(kills, methods=("gn", "muon", "layerwise_gn", "gn_prox"), seed=0):
 
 
 def die_at(point, words):
-    """train.py's main, killed before its change number `point` of what is on disk; with 0 it prints how many it makes."""
+    """train.py's main, killed before its change number `point` of what is on disk; 0: prints how many it makes."""
     count = itertools.count(1)
 
     def counted(original):

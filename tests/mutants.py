@@ -140,7 +140,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("train.py", "stops before the target loss", 'rows[-1]["val_loss"] <= config.target_loss', 'rows[-1]["val_loss"] >= config.target_loss'),
     ("checkpoint.py", "checkpoints in half precision", "parallel.whole(a) for where", 'parallel.whole(a).astype("f2").astype(a.dtype) for where'),
     ("checkpoint.py", "another run's folder taken over", "    if differ:\n", "    if not then:\n"),
-    ("files.py", "a file that was not finished stays", "            draft.unlink(missing_ok=True)\n", ""),
+    ("files.py", "a file that was not finished stays", "            draft.unlink()\n", ""),
     ("flags.py", "help of a field from the class above", "for c in reversed(cls.__mro__)", "for c in cls.__mro__"),
     ("flags.py", "k is 1024", '"k": 10**3', '"k": 1024'),
     ("flags.py", "a grid of the first flag only", "itertools.product(*options)", "zip(*options)"),
@@ -247,7 +247,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("live.py", "a signal that passes for a failure", "class Stop(BaseException):", "class Stop(Exception):"),
     ("data.py", "damaged bytes that count as done", "progress.unlink(missing_ok=True)  # or", "pass  # or"),
     ("data.py", "finished files gone with a bad flag", "if new and (read_all", "if True and (read_all"),
-    ("train.py", "a lost warm-up begun anew", "state = earlier(run, part, state) or state", "state = state"),
+    ("train.py", "a lost warm-up begun anew", "state = (earlier(run, part, {key: state}) or {key: state})[key]", "state = state"),
     ("train.py", "a warm-up that forgets where it was", "for i in range(int(state.t), steps):", "for i in range(steps):"),
     ("train.py", "a lost warm-up kept beside the run", "        checkpoint.save(path, found)\n    checkpoint.remove(part)", "        checkpoint.save(path, found)"),
     ("live.py", "after a second Ctrl-C a state saved whose memory is used", "self.state = None  # its", "pass  # its"),
@@ -264,6 +264,9 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("generate.py", "settings of any kind", "if type(config[name]) is not kind]", "if False]"),
     ("flags.py", "a value that ends the flags", 'text if text != [] else "--"', "text"),
     ("flags.py", "counts without end", "or abs(value) > 10**15", ""),
+    ("checkpoint.py", "a draft of the warm-up stays", 'for left in (path, Path(f"{path}.draft")):', "for left in (path,):"),
+    ("checkpoint.py", "a run that was killed before it began is refused", '{"lock", "config.json.draft"}', '{"lock"}'),
+    ("files.py", "a folder that is gone half made again", "locked(draft, make=False)", "locked(draft)"),
     ("train.py", "more inner batches than can be counted", "if run.batches >= 2**31:", "if False:"),
 ]
 
