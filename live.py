@@ -1,5 +1,6 @@
 """What goes on around a step: batches are read, bars move, the newest state is saved, a signal ends the run."""
 
+import math
 import time
 
 import jax
@@ -15,7 +16,8 @@ class Live:
     """What goes on around a step: batches are read, bars move, the newest state is at hand, a signal ends it."""
 
     def __init__(self, run):
-        self.run, self.training, self.bars, self.signal, self.saved = run, False, [], 0, 0.0
+        self.run, self.training, self.bars, self.signal = run, False, [], 0
+        self.saved, self.every, self.due = 0.0, math.inf, False  # last save, seconds between two, if it is time
         self.corpus = self.state = self.step = self.ahead = self.write = None
 
     def caught(self, number, frame):
@@ -27,9 +29,11 @@ class Live:
             raise Stop
 
     def check(self):
-        """Raises Stop where a signal came, to this process or another: all ask at the same places."""
-        if agreed := parallel.largest(self.signal):
-            self.signal = agreed
+        """Raises Stop where a signal came, and notes if it is time to save: all processes ask at the same places."""
+        due = time.monotonic() - self.saved >= self.every
+        signal, self.due = divmod(parallel.largest(2 * self.signal + due), 2)
+        if signal:
+            self.signal = signal
             raise Stop
 
     def read(self, first):
@@ -43,16 +47,15 @@ class Live:
 
         return batch
 
-    def pace(self, state):
-        """Called with the state after each inner step; waits for the one before, so that just one is in flight."""
+    def watch(self, state):
+        """Called with the state after each inner step: keeps it, for a signal, and saves it where that is due.
+
+        Waits for the step before, so that just one is in flight.
+        """
         jax.block_until_ready(self.step)
         self.step = state.k + 0  # a copy, as the next step takes over the memory of the state
-
-    def watch(self, state):
-        """`pace`, and keeps the state, for a signal; saves it where that is due."""
-        self.pace(state)
         self.state = state
-        if parallel.largest(time.monotonic() - self.saved >= 60 * self.run.config.save_every):
+        if self.due:
             self.save(state)
 
     def save(self, state):

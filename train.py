@@ -309,7 +309,8 @@ def execute(run, corpus, live):
     state, rows = checkpoint.resume(config.out, init)
     batch = partial(data.batch, corpus.train, run.settings.model.context, config.inner_batch, config.seed)
     read = lambda index: parallel.put(run.mesh, batch(index), parallel.rows)
-    live.run, live.corpus, live.ahead, live.saved = run, corpus, data.Ahead(read, run.batches), time.monotonic()
+    live.run, live.corpus, live.ahead = run, corpus, data.Ahead(read, run.batches)
+    live.saved, live.every = time.monotonic(), 60 * config.save_every
     parallel.wait()  # or another process would find the folder half made
     checkpoint.open_folder(config.out, run.values | {"out": None, "corpus": corpus.meta["sha256"]})
     report.opening(run, corpus)
