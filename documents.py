@@ -11,6 +11,7 @@ import sysconfig
 import time
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
@@ -20,6 +21,7 @@ import files
 import flags
 
 PIECE = 4096  # characters after which a plain text file is cut at the next empty line; at four times that, anywhere
+BLOCK = 2**20  # bytes of a file that are unzipped at a time
 C4 = {"train": 1024, "validation": 8}  # files of allenai/c4, en; of the latter, of 20M tokens each, one is used
 PAUSES = (1, 2, 5, 10, 30, 60, 120, 300, 300, 300)  # seconds before the next attempt, after failures in a row
 MISTAKES = (TypeError, AttributeError, NameError, LookupError, ImportError)  # what is no failure of a network
@@ -111,14 +113,29 @@ def objects(path):
     """The "text" of each line, a JSON object, of a file that may be gzipped: C4's format."""
     number = 0
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as f:
-            for number, line in enumerate(f, 1):  # noqa: B007  it is in the message
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as f:
+            for number, line in enumerate(lines(f), 1):  # noqa: B007  it is in the message
                 if line.strip():
                     yield from tidy(json.loads(line)["text"])
-    except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"data {path}: damaged after line {number}: {error}") from None
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f'data {path}: line {number} is no JSON object with a string "text"') from None
+
+
+def lines(f):
+    """The lines of an open file, in bytes; a thread unzips the next ones meanwhile, outside of Python's lock."""
+    with ThreadPoolExecutor(1) as thread:
+        ahead, parts = thread.submit(f.read, BLOCK), []
+        while block := ahead.result():
+            ahead = thread.submit(f.read, BLOCK)
+            end, *others = block.split(b"\n")
+            parts.append(end)
+            if others:
+                yield b"".join(parts)
+                yield from others[:-1]
+                parts = others[-1:]
+        yield b"".join(parts)
 
 
 def table(path):

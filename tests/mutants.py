@@ -229,6 +229,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("files.py", "two processes at once", "fcntl.LOCK_EX", "fcntl.LOCK_SH"),
     ("data.py", "a slice that ends with its array", "min(stop, b) - a) for", "b - a) for"),
     ("data.py", "the document at the limit trained on", "of(text) <= largest()", "of(text) < largest()"),
+    ("documents.py", "a line that ends in another block lost", "                parts = others[-1:]\n", "                parts = []\n"),
     ("documents.py", "a document again after a failure", "islice(read(), done, None)", "islice(read(), max(0, done - 1), None)"),
     ("documents.py", "pauses that never begin anew", "done, failures = done + 1, 0", "done, failures = done + 1, failures"),
     ("documents.py", "blank documents", "return [value] if value.strip() else []", "return [value]"),

@@ -1,6 +1,7 @@
 """Documents come as they are in their files, in order; what is no such file is said in one line."""
 
 import gzip
+import io
 import json
 import os
 import types
@@ -9,6 +10,8 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from test_data import text
 
 import documents
@@ -89,12 +92,20 @@ def test_documents_of_c4():
     assert [s.held_out for s in documents.sources(str(SAMPLE))] == [False, False, True]
 
 
+@given(st.lists(st.binary(max_size=5)), st.integers(1, 8))
+def test_lines_are_those_of_the_file_wherever_its_blocks_end(parts, size):
+    content = b"\n".join(parts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "BLOCK", size)
+        assert list(documents.lines(io.BytesIO(content))) == content.split(b"\n")
+
+
 GZIP = gzip.compress(b'{"text": "a"}\n' * 1000)
 BAD = {
     "cut short": ("a.json.gz", GZIP[:-20], "damaged after line .*end-of-stream"),
     "flipped": ("a.json.gz", GZIP[:-6] + b"\xff" + GZIP[-5:], "damaged after line"),
     "not gzipped": ("a.json.gz", b'{"text": "a"}\n', "damaged after line 0"),
-    "other bytes": ("a.jsonl", b'{"text": "\xff"}\n', "damaged after line 0"),
+    "other bytes": ("a.jsonl", b'{"text": "\xff"}\n', "line 1 is no JSON object"),
     "no JSON": ("a.jsonl", b'{"text": "a"}\n{"text"\n', "line 2 is no JSON object"),
     "a number": ("a.jsonl", b'{"text": 3}\n', "line 1 is no JSON object"),
     "null": ("a.jsonl", b'{"text": null}\n', "line 1 is no JSON object"),
