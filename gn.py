@@ -205,9 +205,8 @@ def line_search(theta0, theta, fresh, config):
 
     0 where the guard refuses them all. A loss counts as infinite if it or a weight is not finite.
     """
-    alphas = 2.0 ** (-jnp.arange(config.line_search) / 2)
-    if config.guard:
-        alphas = jnp.concatenate([jnp.zeros(1), alphas])  # θ_t first: argmin takes it unless another is below it
+    # guarded, θ_t comes first: argmin takes it unless another is below it
+    alphas = jnp.concatenate([jnp.zeros(int(config.guard)), 2.0 ** (-jnp.arange(config.line_search) / 2)])
     total = jnp.zeros_like(alphas)
     for k in range(config.fresh_batches):
         part = losses(theta0, theta, alphas, fresh(k), config.model)

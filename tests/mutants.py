@@ -160,7 +160,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("gn.py", "--cg-steps not heard", "tol=1e-10, maxiter=config.cg_steps)", "tol=1e-10)"),
     ("gn.py", "the last inner batch's loss for the mean", '"loss": state.loss + loss,', '"loss": config.inner_steps * loss,'),
     ("gn.py", "the last inner batch's inner loss for the mean", '"inner_loss": state.inner_loss + value}', '"inner_loss": config.inner_steps * value}'),
-    ("gn.py", "a step that is no better is taken", "jnp.concatenate([jnp.zeros(1), alphas])", "jnp.concatenate([alphas, jnp.zeros(1)])"),
+    ("gn.py", "a step that is no better is taken", "[jnp.zeros(int(config.guard)), 2.0 ** (-jnp.arange(config.line_search) / 2)]", "[2.0 ** (-jnp.arange(config.line_search) / 2), jnp.zeros(int(config.guard))]"),
     ("gn.py", "another schedule by default", "schedule: str = SCHEDULES[0]", "schedule: str = SCHEDULES[1]"),
     ("gn.py", "curvature's own value doubled", "jnp.vdot(v, H(v)) / 2, H(v))", "jnp.vdot(v, H(v)), H(v))"),
     ("baselines.py", "SOAP's b1 and b2 exchanged further down", "scale_by_soap(b1, b2, frequency", "scale_by_soap(b2, b1, frequency"),
