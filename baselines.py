@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 import model
-import parallel
+from runtime import parallel
 from soap import scale_by_soap
 
 

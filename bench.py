@@ -20,13 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import baselines
-import checkpoint
-import flags
 import gn
 import gn_prox
 import layerwise_gn
 import model
-import parallel
+from runtime import checkpoint, flags, parallel
 
 METHODS = {  # module, objective, linearized
     "gn": (gn, gn.quadratic, gn.linearized),

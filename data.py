@@ -26,10 +26,10 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-import documents
-import flags
-from files import UNREADABLE, digest, locked, named, write_file
-from tokenizer import cores, encoders, tokenizer
+from runtime import flags
+from runtime.files import UNREADABLE, digest, locked, named, write_file
+from text import documents
+from text.tokenizer import cores, encoders, tokenizer
 
 HELD_OUT = 0.05  # fraction of the documents that only validation reads
 SMALL = 2**28  # bytes of a corpus that is read twice, so that it is this fraction exactly

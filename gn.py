@@ -22,9 +22,9 @@ import jax.numpy as jnp
 
 import baselines
 import model
-import parallel
 from baselines import averaged, cosine, rise
-from cross_entropy import cross_entropy, fused, usable
+from kernels.cross_entropy import cross_entropy, fused, usable
+from runtime import parallel
 
 SCHEDULES = ("constant+inner cosine", "global cosine", "global+inner cosine", "constant")
 

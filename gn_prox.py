@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import jax
 
 import gn
-from cross_entropy import cross_entropy, fused, usable
 from gn import init  # noqa: F401  the same State
+from kernels.cross_entropy import cross_entropy, fused, usable
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-import cross_entropy
-from attention import attention
-from heads import heads, wide
-from linear import remade
+from kernels import cross_entropy
+from kernels.attention import attention
+from kernels.heads import heads, wide
+from kernels.linear import remade
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,8 @@ from matplotlib import rcParams, ticker
 from matplotlib.figure import Figure
 
 import baselines
-import checkpoint
-import files
-import flags
 import gn
+from runtime import checkpoint, files, flags
 
 METHODS = {  # name, colour (Okabe and Ito's, which the colour-blind tell apart), line, marker
     "gn": ("Gauss-Newton", "#0072B2", "-", "o"),

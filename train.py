@@ -23,19 +23,15 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 import baselines
-import checkpoint
 import data
-import files
-import flags
 import gn
 import gn_prox
 import layerwise_gn
 import model
-import parallel
-import report
-from generate import generate
-from live import Live, Stop
-from tokenizer import Tokenizer, tokenizer
+from runtime import checkpoint, files, flags, parallel, report
+from runtime.live import Live, Stop
+from sample import generate
+from text.tokenizer import Tokenizer, tokenizer
 
 METHODS = {method.__name__: (method, method.Config) for method in (gn, gn_prox, layerwise_gn)}
 METHODS |= {cls.__name__.lower(): (baselines, cls) for cls in (baselines.AdamW, baselines.Muon, baselines.SOAP)}

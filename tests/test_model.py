@@ -9,7 +9,7 @@ import pytest
 from conftest import TOY, VARIANTS, logits, random_params, random_tokens
 
 import model
-from cross_entropy import cross_entropy
+from kernels.cross_entropy import cross_entropy
 
 COMPILED = jax.jit(model.value_and_grad, static_argnums=0)
 

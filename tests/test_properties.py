@@ -25,7 +25,7 @@ import gn
 import gn_prox
 import layerwise_gn
 import model
-from cross_entropy import cross_entropy
+from kernels.cross_entropy import cross_entropy
 
 NETWORKS = 8
 

@@ -13,14 +13,12 @@ import pytest
 from conftest import AS_A_USER, SEARCH, SMALL, assert_same, everything, rows, run, without_time
 
 import baselines
-import checkpoint
 import data
-import flags
 import gn
 import model
-import report
-import tokenizer
 import train
+from runtime import checkpoint, flags, report
+from text import tokenizer
 
 
 @pytest.mark.parametrize("method", list(train.METHODS))

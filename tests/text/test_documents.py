@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_data import text
 
-import documents
-import live
+from runtime import live
+from text import documents
 
-SAMPLE = Path(__file__).resolve().parents[2] / "shared" / "corpus" / "c4-sample"
+SAMPLE = Path(__file__).resolve().parents[3] / "shared" / "corpus" / "c4-sample"
 
 
 def read(corpus):

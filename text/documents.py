@@ -17,8 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-import files
-import flags
+from runtime import files, flags
 
 PIECE = 4096  # characters after which a plain text file is cut at the next empty line; at four times that, anywhere
 BLOCK = 2**20  # bytes of a file that are unzipped at a time

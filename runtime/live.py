@@ -5,7 +5,7 @@ import time
 
 import jax
 
-import parallel
+from runtime import parallel
 
 
 class Stop(BaseException):  # or an "except Exception" of a library would swallow it

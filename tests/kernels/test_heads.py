@@ -14,10 +14,9 @@ import pytest
 from conftest import TOY, random_params, random_tokens
 from jax.experimental import pallas as pl
 
-import attention
 import gn
-import heads
 import model
+from kernels import attention, heads
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -8,11 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import checkpoint
-import files
-import flags
 import model
-from tokenizer import tokenizer
+from runtime import checkpoint, files, flags
+from text.tokenizer import tokenizer
 
 LENGTH = 200  # ids at most
 TEMPERATURE = 0.8  # below 1: likelier words

@@ -17,11 +17,10 @@ from conftest import AS_A_USER, SMALL, TOY, assert_same, everything, many, rando
 from jax.sharding import PartitionSpec
 
 import baselines
-import checkpoint
 import data
 import gn
-import parallel
 import train
+from runtime import checkpoint, parallel
 
 CASES = {name: (module, cls, {}) for name, (module, cls) in train.METHODS.items()}
 CASES["cg"] = (gn, gn.Config, {"inner": "cg", "damping": 0.1, "cg_steps": 4})

@@ -1,4 +1,4 @@
-"""Runs that are killed (-9) and gone on with: at random moments, `python tests/kill.py 20`, or, `python tests/kill.py`,
+"""Runs that are killed (-9) and gone on with: at random moments, `python tests/runtime/kill.py 20`, or, `python tests/runtime/kill.py`,
 at each of the moments that count, one after another: before every rename, link, removal and sync of a file.
 
 Each ends, in every array bitwise, where a run ends that was left alone. Status 1 where one does not.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FLAGS = "--model tiny --d-model 16 --d-ff 32 --n-layers 1 --n-heads 2 --n-kv-heads 2 --context 16 --batch 2048 --seed 1"
 FLAGS += " --inner-batch 4 --tokens 40k --eval-tokens 640 --eval-every 3 --steps 8 --save-every 0.0001 --data text.txt"
 

@@ -1,4 +1,4 @@
-"""Memory of preparing a text and of training on it, at two sizes of it: `python tests/memory.py`.
+"""Memory of preparing a text and of training on it, at two sizes of it: `python tests/text/memory.py`.
 
 Commands whose largest memory is printed, each a process of its own: data.py, and train.py (tiny, two steps) with five
 seeds, on a text of 60 MB and on one of 240 MB, in C4's format.
@@ -14,9 +14,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-import documents  # noqa: E402  the project's modules lie one folder up
+from text import documents  # noqa: E402  the project's modules lie one folder up
 
 FLAGS = "--method gn --model tiny --steps 2 --tokens 1m --tokenizer bytes"
 

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from conftest import AS_A_USER, SEARCH, SMALL, assert_same, everything, rows, run, without_time
 
-import checkpoint
 import data
 import train
+from runtime import checkpoint
 
 
 @contextmanager
@@ -463,14 +463,14 @@ def test_out_of_memory_says_which_flags_lower_it(here, capsys, monkeypatch):
 
 
 def test_killed_at_random_moments_runs_end_the_same(here, monkeypatch):
-    """Three of the twenty kills of `python tests/kill.py`."""
+    """Three of the twenty kills of `python tests/runtime/kill.py`."""
     seen = kill.survive(3, ("gn",), seed=1)
     assert len(seen) == 3 and all(right for *_, right in seen), seen
     assert any(hit and "checkpoint.npz" in left for _, _, hit, left, _ in seen), seen
 
 
 def test_killed_where_it_counts_runs_end_the_same(here):
-    """At each sixteenth of the places of `python tests/kill.py`: before a rename, a link, a removal or a sync."""
+    """At each sixteenth of the places of `python tests/runtime/kill.py`: before a rename, a link, a removal or a sync."""
     seen = kill.points(every=16)
     assert len(seen) >= 3 and all(hit and right for _, hit, right in seen), seen
 
@@ -530,7 +530,7 @@ def test_a_run_does_not_go_on_with_another_text(here, capsys):
 
 def test_the_hash_of_the_code_is_of_what_the_files_say(tmp_path, monkeypatch):
     """But for the files that only show: of all the others, of one, or of those that are named."""
-    monkeypatch.setattr(checkpoint, "__file__", str(tmp_path / "checkpoint.py"))
+    monkeypatch.setattr(checkpoint, "ROOT", tmp_path)
     for name in ("gn", "model", "plot", "report"):
         (tmp_path / f"{name}.py").write_text("1")
     every, named = checkpoint.code(), checkpoint.code("model")

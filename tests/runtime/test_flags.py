@@ -2,10 +2,10 @@
 
 import pytest
 
-import flags
 import gn
 import model
 import train
+from runtime import flags
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from linear import linear, remade
+from kernels.linear import linear, remade
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,4 +1,4 @@
-"""The kernels on a GPU, against plain XLA operations in float32: `python tests/on_gpu.py --model 45m`.
+"""The kernels on a GPU, against plain XLA operations in float32: `python tests/kernels/on_gpu.py --model 45m`.
 
 A line for each check, as soon as it is known: the relative error |a - exact| / |exact|, and what it may be. Status 0; 1
 where a check has failed; 2, with one line, where there is no GPU. tests/test_attention.py, test_heads.py and
@@ -18,17 +18,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import attention  # noqa: E402  the project's modules lie one folder up
 import baselines  # noqa: E402
-import cross_entropy  # noqa: E402
 import gn  # noqa: E402
 import gn_prox  # noqa: E402
-import heads  # noqa: E402
 import layerwise_gn  # noqa: E402
 import model  # noqa: E402
+from kernels import (
+    attention,  # noqa: E402  the project's modules lie one folder up
+    cross_entropy,  # noqa: E402
+    heads,  # noqa: E402
+)
 
 METHODS = {  # objective, linearized
     "gn": (gn.quadratic, gn.linearized),

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 from test_gn import equations
 
-import attention
+from kernels import attention
 
 BOTH = {"plain": attention.attention, "kernel": partial(attention.fused, interpret=True)}
 TILE = 16  # in place of attention.TILE: small contexts cross its edges

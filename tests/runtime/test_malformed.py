@@ -21,12 +21,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import data
-import documents
-import flags
-import generate
 import model
 import plot
+import sample
 import train
+from runtime import flags
+from text import documents
 
 
 def files(folder):
@@ -292,7 +292,7 @@ def test_a_run_whose_settings_are_anything(finished, tmp_path, monkeypatch, caps
     """Each value of its config.json in turn: train.py, --generate and plot.py go on or refuse it."""
     shutil.copytree(finished, tmp_path / "copy")
     monkeypatch.chdir(tmp_path / "copy")
-    monkeypatch.setattr(generate, "following", lambda *args: 0)
+    monkeypatch.setattr(sample, "following", lambda *args: 0)
     monkeypatch.setattr(train, "execute_all", lambda *args: True)
     whole, refused = json.loads(Path("r/config.json").read_text()), 0
     for name, value in ((n, v) for i, n in enumerate(whole["config"]) for v in ANYTHING[i % 2 :: 2]):

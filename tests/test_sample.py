@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import everything, run
 
-import generate
+import sample
 import train
 
 
@@ -28,7 +28,7 @@ def test_a_run_goes_on_with_a_text(here, capsys):
 @pytest.mark.parametrize("average, part", [("0", ".params"), ("0.9", ".average")])
 def test_the_weights_are_those_that_were_evaluated(here, average, part):
     assert run("--method", "muon", "--out", "r", "--average", average) == 0
-    network, params, tok = generate.read("r")
+    network, params, tok = sample.read("r")
     assert (network.context, network.vocab_size, tok.name) == (16, 256, "bytes")
     for name in ("head", "embedding"):
         np.testing.assert_array_equal(params[name], everything("r")[f"{part}['{name}']"])
@@ -37,11 +37,11 @@ def test_the_weights_are_those_that_were_evaluated(here, average, part):
 def test_a_confident_model_says_what_it_learnt(here, monkeypatch):
     """One that has no doubt: it says the same letter to the end, or ends the document there, and is not asked again."""
     assert run("--method", "muon", "--out", "r", "--steps", "1") == 0
-    end = generate.read("r")[2].end_of_text
-    for wanted, times in ((ord("x"), generate.LENGTH), (end, 1)):
+    end = sample.read("r")[2].end_of_text
+    for wanted, times in ((ord("x"), sample.LENGTH), (end, 1)):
         asked = []
-        monkeypatch.setattr(generate, "following", lambda *args, w=wanted, asked=asked: asked.append(args) or w)
-        assert generate.generate("r", "ab") == "ab" + "x" * times * (wanted != end)
+        monkeypatch.setattr(sample, "following", lambda *args, w=wanted, asked=asked: asked.append(args) or w)
+        assert sample.generate("r", "ab") == "ab" + "x" * times * (wanted != end)
         assert len(asked) == times
 
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from linear import linear
+from kernels.linear import linear
 
 LOG2_E = 1 / math.log(2)
 TILE = 64  # queries, and keys, that a program of the kernel sees at a time

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from linear import linear
+from kernels.linear import linear
 
 ROWS, SUMMED = 4, 16  # positions that a program goes through; the same where it also sums the norms' gradients
 WARPS = 2

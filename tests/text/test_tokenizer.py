@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import tokenizer
+from text import tokenizer
 
-CACHE = Path(__file__).resolve().parents[2] / "shared" / "tiktoken-cache"
+CACHE = Path(__file__).resolve().parents[3] / "shared" / "tiktoken-cache"
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 needs_vocabulary = pytest.mark.skipif(
     not CACHE.exists() and "TIKTOKEN_CACHE_DIR" not in os.environ,

@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import files
-import parallel
+from runtime import files, parallel
+
+ROOT = Path(__file__).resolve().parents[1]  # of the project
 
 
 def write_file(*args):
@@ -174,9 +175,8 @@ def keep_programs(folder):
 
 def code(*modules):
     """A hash of the source of these files of the project; where none is named, of all but those that only show."""
-    here = Path(__file__).parent
-    paths = [here / f"{name}.py" for name in modules]
-    paths = paths or [path for path in sorted(here.glob("*.py")) if path.stem not in ("bench", "plot", "report")]
+    every = [path for room in ("", "kernels", "text", "runtime") for path in sorted((ROOT / room).glob("*.py"))]
+    paths = [path for path in every if path.stem in (modules or {path.stem} - {"bench", "plot", "report"})]
     return files.digest([[path.name, path.read_text()] for path in paths])
 
 
@@ -184,7 +184,7 @@ def commit():
     """The git commit of this code, "-dirty" behind it where files differ; None outside a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         return done.stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None

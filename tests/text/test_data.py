@@ -18,9 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import data
-import documents
-import files
-import tokenizer
+from runtime import files
+from text import documents, tokenizer
 
 BYTES = data.tokenizer("bytes")
 

@@ -11,11 +11,11 @@ from conftest import TOY, random_params, random_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import cross_entropy
 import gn
 import gn_prox
 import layerwise_gn
 import model
+from kernels import cross_entropy
 
 TILE = 4  # in place of cross_entropy.TILE: a small row has several tiles
 KERNEL = partial(cross_entropy.fused, interpret=True)

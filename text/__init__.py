@@ -1,0 +1,1 @@
+"""Where text comes from, and how it becomes token ids."""
