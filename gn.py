@@ -1,75 +1,127 @@
-"""Full Gauss-Newton (Algorithm 1): minimize a quadratic model of the loss with Muon, then search along the step.
+"""Full Gauss-Newton (Algorithm 1): minimize a quadratic model of the loss, then search along the step.
 
-At θ_t the network is replaced by its linearization and the loss by its second-order expansion in the logits z:
+At the present parameters θ_t the network f is replaced by its linearization, and the loss ℓ by its
+second-order expansion in the logits z. With δ = θ - θ_t, z = f(θ_t) and J = ∂f/∂θ at θ_t:
 
-    L2(θ_t + δ) = ℓ(z) + g·v + ½ v·Hv,     v = J δ,  g = ∇ℓ(z),  H = ∇²ℓ(z)        (Section 4.3, Appendix A)
-    ∇L2 = Jᵀ(g + H v) = ∇L(θ_t) + G δ,      G = Jᵀ H J                              (Appendix B)
+    L2(θ_t + δ) = ℓ(z) + g·v + ½ v·Hv,     v = J δ,  g = ∇ℓ(z),  H = ∇²ℓ(z)      (Section 4.3)
+    ∇L2 = Jᵀ(g + H v) = ∇L(θ_t) + G δ,     G = Jᵀ H J                            (Appendix B)
 
-Its minimizer is θ_t - G⁻¹ ∇L(θ_t), the Gauss-Newton update. Neither G nor J is formed: v is a pushforward (jvp), Jᵀ u a
-pullback, and the logits are seen a chunk of tokens at a time. An outer step takes N inner steps on L2, each on its own
-inner batch, then θ_{t+1} = θ_t + α (θ - θ_t). The next inner loop starts from θ, not from θ_{t+1} (Section 5.1).
+Its minimum is at δ = -G⁻¹ ∇L(θ_t), the Gauss-Newton update. G stands for the Hessian of the loss, which
+is G + Σᵢ gᵢ ∇²fᵢ: G leaves out the curvature of the network itself, each output's weighted by its
+residual gᵢ. For cross-entropy g = p - onehot(y) and H = diag(p) - p pᵀ, with p = softmax(z). This H is
+positive semi-definite, so G is too, and L2 is convex; a quadratic model with the Hessian need not be.
 
-gn_prox.py and layerwise_gn.py are this file with one thing changed: the first passes another `objective` to `update`,
-which keeps the loss exact, the second another `linearized`, which drops the blocks of G between layers.
+Neither J nor G is ever formed. JAX gives two functions instead:
+
+    the pushforward δ -> J δ:      `jax.linearize(f, θ_t)` returns f(θ_t) and the pushforward
+    the pullback    u -> Jᵀ u:     `jax.linear_transpose(pushforward, ..)` returns the pullback
+
+u is called a cotangent: an array like z, as v is a change of z.
+
+An outer step reads a batch, in N inner batches. It takes N steps of Muon on L2, each on its own inner
+batch. The mean of the inner batches' L2 is the batch's L2, so this is stochastic gradient descent on
+one convex quadratic. It approaches -G⁻¹ ∇L of the batch as steps are added and the learning rate falls.
+
+gn_prox.py replaces `quadratic` and layerwise_gn.py `value_and_grad`; all else is as here.
+
+| paper                               | here                | what                                    |
+| θ_t, θ, δ                           | theta0, theta, delta| trees of parameters                     |
+| f(θ_t), J δ                         | z, v                | [c, V], for c tokens                    |
+| ∇ℓ(z), ∇²ℓ(z) v, their sum          | g, Hv, u            | the same                                |
+| what the head reads                 | h, dh, h_bar        | [B, T, D]: value, change, cotangent     |
+| outer and inner step                | t, k                |                                         |
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
-import baselines
 import model
-from baselines import averaged, cosine, rise
-from kernels.cross_entropy import cross_entropy, fused, usable
+import optimizers
+from kernels import on_gpu
+from kernels.cross_entropy import quadratic_kernel
+from optimizers import cosine, progress, rise
 from runtime import parallel
+from runtime.flags import check_choice, check_range, traced
 
-SCHEDULES = ("constant+inner cosine", "global cosine", "global+inner cosine", "constant")
+SCHEDULES = {  # how the learning rate falls, by how far the run and the outer step are, from 0 to 1
+    "constant+inner cosine": lambda run, inner: cosine(inner),
+    "global cosine": lambda run, inner: cosine(run),
+    "global+inner cosine": lambda run, inner: cosine(run) * cosine(inner),
+    "constant": lambda run, inner: 1.0,
+}
+
+INNER_OPTIMIZERS = {  # optax transformations; lr: of one inner step, c: the Config
+    "muon": lambda lr, c: optimizers.muon(lr, c.momentum, c.weight_decay, c.clip, c.network.dtype),
+    "adamw": lambda lr, c: optimizers.adamw(lr, c.momentum, 0.999, c.weight_decay, c.clip),
+}
 
 
+@traced
 @dataclass(frozen=True)
-class Config:
-    """Settings of Gauss-Newton. The first four fields are filled in by train.py."""
+class LineSearch:
+    """The sizes of a run, which train.py fills in, and the settings of a line search."""
 
-    model: model.Config
+    network: model.Config
     inner_steps: int  # inner batches in a batch, N
     outer_steps: int  # outer steps of the run
     inner_tokens: int = 0  # tokens in an inner batch
-    lr: float = 0.01  # peak learning rate of the inner optimizer, per inner step (Appendix H: 0.001 to 0.1)
-    schedule: str = SCHEDULES[0]  # constant+inner cosine | global cosine | global+inner cosine | constant (Appendix D)
-    warmup: float = 0.0  # fraction of the run over which the learning rate rises linearly (Appendix H: 0 or 0.2)
-    inner_warmup: float = 0.0  # the same of each outer step's inner steps (Appendix H: 0.2 with constant+inner cosine)
-    inner: str = "muon"  # muon | adamw | cg: inner optimizer (Section 5.1); cg solves (G + damping) δ = -g on the batch
-    cg_steps: int = 100  # conjugate gradient steps at most in an outer step, with inner cg
-    momentum: float = 0.95  # decay of Muon's momentum or AdamW's first moment, per inner step (Appendix H)
-    weight_decay: float = 0.001  # decay of every matrix, times lr, per inner step (Appendix H: 0 or 0.001)
-    damping: float = 0.0  # λ of ½ λ |θ - θ_t|² in the inner loss (Appendix H, loss weight decay: 0 to 0.1)
-    parameter_weight_decay: float = 0.0  # decay of every matrix of θ_t, per outer step (Appendix H: 0 to 0.1)
-    average: float = None  # weight average's decay τ, per inner step (Appendix H); default 0.999, but 0 if line_search
-    clip: float = 1.0  # largest gradient norm of an optimizer group, per inner step; 0 = off
-    line_search: int = 5  # step sizes α = 2^(-i/2) tried on a fresh batch (Appendix D); 0 = no line search, α = 1
-    line_search_tokens: int = 0  # fresh tokens that a line search reads, about; 0 = as many as the batch (Algorithm 1)
-    guard: bool = True  # refuse a step when no step size beats θ_t on the fresh batch; false = as the paper
-
-    def __post_init__(self):
-        if self.average is None:
-            object.__setattr__(self, "average", 0.999 if self.averages_inner_steps else 0.0)
-        baselines.check(self, SCHEDULES)
-        if self.inner not in ("muon", "adamw", "cg"):
-            raise ValueError(f"inner is {self.inner!r}; valid: muon, adamw, cg")
-
-    @property
-    def averages_inner_steps(self):
-        """Whether the average is over θ; with a line search or cg it is over θ_t, which counts as its N inner steps."""
-        return not self.line_search and self.inner != "cg"
+    model: Any = model  # the module that defines the network, model.py or another with its functions
+    line_search: int = 5  # step sizes α = 2^(-i/2) tried on fresh tokens (Appendix D); 0 = α is 1
+    # about how many fresh tokens a line search reads; 0 = as many as the batch has (Algorithm 1)
+    line_search_tokens: int = 0
+    guard: bool = True  # refuse a step when no step size beats θ_t; false = as in the paper
 
     @property
     def fresh_batches(self):
         """Inner batches of fresh tokens that an outer step's line search reads."""
-        some = max(1, round(self.line_search_tokens / max(1, self.inner_tokens)))
-        return (some if self.line_search_tokens else self.inner_steps) if self.line_search else 0
+        if not self.line_search:
+            return 0
+        if not self.line_search_tokens:
+            return self.inner_steps
+        return max(1, round(self.line_search_tokens / self.inner_tokens))
+
+    def check(self):
+        """Raises ValueError where a setting is out of its range."""
+        check_range(self, ["line_search", "line_search_tokens"], least=0)
+
+
+@traced
+@dataclass(frozen=True)
+class Config(LineSearch):
+    """Settings of Gauss-Newton."""
+
+    lr: float = 0.01  # peak learning rate of the inner optimizer, per inner step (App. H: 0.001-0.1)
+    # constant+inner cosine | global cosine | global+inner cosine | constant (Appendix D)
+    schedule: str = "constant+inner cosine"
+    warmup: float = 0.0  # fraction of the run in which lr rises linearly (Appendix H: 0 or 0.2)
+    inner_warmup: float = 0.0  # the same, of each outer step's inner steps (Appendix H: 0 or 0.2)
+    inner: str = "muon"  # muon | adamw: the inner optimizer (Section 5.1)
+    momentum: float = 0.95  # decay of its running mean of gradients, per inner step (Appendix H)
+    weight_decay: float = 0.001  # decay of every matrix, times lr, per inner step (App. H: 0, 0.001)
+    damping: float = 0.0  # λ of ½ λ |θ - θ_t|², added to L2 (Appendix H, loss weight decay: 0-0.1)
+    parameter_weight_decay: float = 0.0  # decay of every matrix, per outer step (App. H: 0 to 0.1)
+    # decay τ of the weight average, per inner step (Appendix H); default 0.999, but 0 (no average)
+    # with a line search
+    average: float = None
+    clip: float = 1.0  # largest gradient norm of an optimizer group, per inner step; 0 = any
+
+    def __post_init__(self):
+        if self.average is None:
+            object.__setattr__(self, "average", 0.0 if self.line_search else 0.999)
+
+    def check(self):
+        super().check()
+        check_choice(self, "schedule", SCHEDULES)
+        check_choice(self, "inner", INNER_OPTIMIZERS)
+        check_range(self, ["lr"], above=0)
+        check_range(self, ["weight_decay", "damping", "clip"], least=0)
+        fractions = ["momentum", "warmup", "inner_warmup", "average", "parameter_weight_decay"]
+        check_range(self, fractions, least=0, below=1)
 
 
 class State(NamedTuple):
@@ -77,174 +129,216 @@ class State(NamedTuple):
 
     params: Any  # θ_t
     theta: Any  # θ, the inner iterate
-    average: Any  # the weight average, which is evaluated in place of θ_t; None where config.average is 0
+    average: Any  # the weight average, evaluated in place of θ_t; None where config.average is 0
     opt: Any  # state of the inner optimizer
     t: jax.Array  # outer steps done
-    k: jax.Array  # inner steps done of the current one
-    loss: jax.Array  # sum over its inner batches of the loss at θ_t
-    inner_loss: jax.Array  # sum over its inner batches of L2 at the inner iterate
+    k: jax.Array  # inner steps done of the current outer step
+    loss: jax.Array  # sum over these of the loss at θ_t
+    inner_loss: jax.Array  # sum over these of L2 at the inner iterate
 
 
-def optimizer(lr, config):
-    """The inner optimizer, an optax transformation; lr may be traced."""
-    if config.inner == "adamw":
-        return baselines.adamw(lr, config.momentum, 0.999, config.weight_decay, config.clip)
-    return baselines.muon(lr, config.momentum, config.weight_decay, config.clip, config.model.dtype)
+def inner_optimizer(lr, config):
+    """The optax transformation that minimizes L2."""
+    return INNER_OPTIMIZERS[config.inner](lr, config)
 
 
 def init(params, config):
-    """State at the first outer step from parameters θ_0."""
-    copy, n, zero = partial(jax.tree.map, jnp.copy), jnp.zeros((), jnp.int32), jnp.zeros((), params["head"].dtype)
-    average = copy(params) if config.average else None  # copies: a step writes its result where its state lay
-    return State(copy(params), copy(params), average, optimizer(0.0, config).init(params), n, n + 0, zero, zero + 0)
+    """State at the first outer step, from parameters θ_0.
+
+    No two of its arrays share memory: `inner_step` writes its result where its state lay.
+    """
+    theta = jax.tree.map(jnp.copy, params)
+    average = jax.tree.map(jnp.copy, params) if config.average else None
+    opt = inner_optimizer(0.0, config).init(params)
+    t, k = jnp.zeros((2,), jnp.int32)
+    loss, inner_loss = jnp.zeros((2,), params["head"].dtype)
+    return State(jax.tree.map(jnp.copy, params), theta, average, opt, t, k, loss, inner_loss)
+
+
+# ---- the objective -------------------------------------------------------------------------------
+
+
+@on_gpu(quadratic_kernel)
+def quadratic(z, v, y, loss=model.cross_entropy):
+    """The loss, its expansion L2 at the change v of the logits, and L2's gradient g + H v there.
+
+    z: logits f(θ_t), [c, V]; v: J δ, [c, V]; y: labels, int32 [c]; loss(z, y): a sum over the c
+    tokens, convex in z. Returns two numbers and [c, V].
+    """
+    v = v.astype(z.dtype)  # it may be rounded
+    ell = loss(z, y)
+    g, Hv = jax.jvp(jax.grad(partial(loss, y=y)), (z,), (v,))  # ∇ℓ(z), and its change with z
+    return ell, ell + jnp.vdot(g, v) + jnp.vdot(v, Hv) / 2, g + Hv
+
+
+def value_and_grad(theta0, delta, tokens, config, objective=quadratic):
+    """The loss at θ_t, the objective at θ_t + δ, and the objective's gradient in the parameters.
+
+    tokens: int32 [B, T+1]. All three are means over the tokens to predict.
+    """
+    model, network = config.model, config.network
+    x, y = model.inputs_and_labels(tokens)
+
+    # Up: linearize the network at θ_t, below the head, and push δ through it.
+    h, push = jax.linearize(lambda params: model.hidden(network, params, x), theta0)
+    dh = push(delta)
+
+    # Across: the head and the loss, a few tokens at a time.
+    head_both_ways = model.head_both_ways(network, theta0, delta)
+
+    def across(h, dh, y):
+        z, v, pull_head = head_both_ways(h, dh)  # z = f(θ_t), v = J δ
+        loss, value, u = objective(z, v, y)  # u = g + H v
+        h_bar, head_grad = pull_head(u)
+        return h_bar, (loss, value, head_grad)
+
+    h_bar, (loss, value, head_grad) = model.over_tokens(network, across, h, dh, y)
+
+    # Down: pull the cotangent back through the same linear map, Jᵀ u.
+    (grad,) = jax.linear_transpose(push, theta0)(h_bar)
+    grad = grad | head_grad
+    return jax.tree.map(lambda total: total / y.size, (loss, value, grad))
+
+
+# ---- the inner loop ------------------------------------------------------------------------------
 
 
 def learning_rate(t, k, config):
-    """Learning rate of inner step k of outer step t (Appendix D): a pure function, so nothing is unrolled or stored."""
+    """Learning rate of inner step k of outer step t (Appendix D): a pure function of both."""
     T, N = config.outer_steps, config.inner_steps
-    inner = cosine(k / N, config.inner_warmup)
-    whole = cosine((t + k / N) / T, config.warmup)
-    falls = (inner, whole, whole * inner, 1)  # in the order of SCHEDULES
-    rises = rise(t * N + k, config.warmup * T * N) * rise(k, config.inner_warmup * N)
-    return config.lr * rises * falls[SCHEDULES.index(config.schedule)]
+    run = progress((t + k / N) / T, config.warmup)
+    inner = progress(k / N, config.inner_warmup)
+    fall = SCHEDULES[config.schedule](run, inner)
+    run_rise = rise(t * N + k, config.warmup * T * N)
+    inner_rise = rise(k, config.inner_warmup * N)
+    return config.lr * run_rise * inner_rise * fall
 
 
-def quadratic(z, v, y, ell=cross_entropy):
-    """ℓ(z), and for each change v of the logits L2, [S], and its gradient g + H v, [S, c, V].
+@partial(parallel.jit, static_argnames="value_and_grad", donate_argnames="state")
+def inner_step(state, tokens, config, value_and_grad=value_and_grad):
+    """The State after one step of the inner optimizer on one inner batch, int32 [B, T+1].
 
-    z: logits f(θ_t), [c, V]; v: J δ, [S, c, V]; y: labels, int32 [c]; ell: ℓ(z, y), a sum over c, convex in z.
+    "donate" gives the memory of the argument to the result: the old state cannot be used again.
     """
-    if ell is cross_entropy and usable(z):
-        return fused("quadratic", z, y, v)
-    loss, (g, H) = ell(z, y), jax.linearize(jax.grad(lambda z: ell(z, y)), z)  # g = ∇ℓ(z),  H: v -> ∇²ℓ(z) v
-    at = lambda v, Hv: (loss + jnp.vdot(g, v) + jnp.vdot(v, Hv) / 2, g + Hv)
-    return loss, *jax.lax.map(lambda v: at(v, H(v)), v.astype(z.dtype))
-
-
-def curvature(z, v, y, ell=cross_entropy):
-    """`quadratic` without its constant and its linear part: 0, ½ v·Hv, H v."""
-    _, H = jax.linearize(jax.grad(lambda z: ell(z, y)), z)
-    return jnp.zeros((), z.dtype), *jax.lax.map(lambda v: (jnp.vdot(v, H(v)) / 2, H(v)), v.astype(z.dtype))
-
-
-def linearized(objective, theta0, delta, tokens, config):
-    """(loss at θ_t, value), gradient of the objective at θ_t + δ, the model linearized: sums over tokens, [B, T+1]."""
-    x, y, network, product = tokens[:, :-1], tokens[:, 1:], config.model, partial(model.product, config.model)
-    h, push = jax.linearize(lambda p: model.hidden(network, p, x), theta0)  # push: δ -> J δ, below the head
-    w, both = model.rounded(network, theta0["head"], jnp.concatenate([theta0["head"], delta["head"]]))  # w: [D, V]
-
-    def chunk(total, part):
-        h, dh, y = part  # [c, D], [c, D], [c]
-        z, v = model.head(network, h, w), product(jnp.concatenate([dh, h], 1), both)  # v = J δ = dh w + h dw
-        loss, (value,), (u,) = objective(z, v[None], y)
-        total = jax.tree.map(jnp.add, total, ((loss, value), product(h.T, u, h.dtype)))
-        return total, product(u, w.T, h.dtype)  # Jᵀ u, the head's part
-
-    start = (2 * (jnp.zeros((), h.dtype),), jnp.zeros_like(theta0["head"]))
-    (values, w_bar), h_bar = model.scan_tokens(network, chunk, start, h, push(delta), y)
-    return values, {**jax.linear_transpose(push, theta0)(h_bar.reshape(h.shape))[0], "head": w_bar}  # pull: dh -> Jᵀ dh
-
-
-def value_and_grad(objective, linearized, theta0, delta, tokens, config):
-    """(loss at θ_t, value), gradient of the inner loss at θ_t + δ: means a token, plus the damping ½ λ |δ|²."""
-    (loss, value), grad = linearized(objective, theta0, delta, tokens, config)
-    size = tokens[:, 1:].size
-    grad = jax.tree.map(lambda a, d: a / size + config.damping * d, grad, delta)
-    value = value / size + config.damping / 2 * sum(jnp.vdot(d, d) for d in jax.tree.leaves(delta))
-    return (loss / size, value), grad
-
-
-@partial(parallel.jit, static_argnames=("config", "objective", "linearized"), donate_argnames="state")
-def inner_step(state, tokens, config, objective=quadratic, linearized=linearized, lr=1.0):
-    """One step of the inner optimizer on one inner batch, int32 [B, T+1]; lr: a factor of config's learning rate."""
     delta = jax.tree.map(jnp.subtract, state.theta, state.params)
-    at = parallel.mean(partial(value_and_grad, objective, linearized, config=config))
-    (loss, value), grad = at(state.params, delta, tokens)
-    descend = optimizer(lr * learning_rate(state.t, state.k, config), config)
-    step, opt = descend.update(grad, state.opt, state.theta)
-    theta = jax.tree.map(jnp.add, state.theta, step)
-    average = averaged(state.average, theta, config.average) if config.averages_inner_steps else state.average
-    sums = {"loss": state.loss + loss, "inner_loss": state.inner_loss + value}
-    return state._replace(theta=theta, average=average, opt=opt, k=state.k + 1, **sums)
+    mean = parallel.mean(partial(value_and_grad, config=config))  # over the devices
+    loss, value, grad = mean(state.params, delta, tokens)
+
+    # The damping ½ λ |δ|², whose gradient is λ δ.
+    value += config.damping / 2 * optax.tree.norm(delta, squared=True)
+    grad = jax.tree.map(lambda g, d: g + config.damping * d, grad, delta)
+
+    optimizer = inner_optimizer(learning_rate(state.t, state.k, config), config)
+    step, opt = optimizer.update(grad, state.opt, state.theta)
+    theta = optax.apply_updates(state.theta, step)
+    average = state.average
+    if not config.line_search:
+        average = optimizers.update_average(average, theta, config.average)
+    return State(
+        params=state.params,
+        theta=theta,
+        average=average,
+        opt=opt,
+        t=state.t,
+        k=state.k + 1,
+        loss=state.loss + loss,
+        inner_loss=state.inner_loss + value,
+    )
 
 
-@partial(parallel.jit, static_argnames=("config", "linearized"), donate_argnames="state")
-def solve(state, tokens, config, linearized=linearized):
-    """θ = θ_t - (G + λI)⁻¹ ∇L(θ_t) by conjugate gradients from δ = 0; tokens: int32 [N, B, T+1], the whole batch."""
-    N, zero = tokens.shape[0], jax.tree.map(jnp.zeros_like, state.params)
-
-    def mean(objective, delta):  # of the objective's values and gradient over the inner batches
-        at = parallel.mean(partial(value_and_grad, objective, linearized, config=config))
-        add = lambda total, part: (jax.tree.map(jnp.add, total, at(state.params, delta, part)), None)
-        start = (2 * (jnp.zeros_like(state.loss),), zero)
-        return jax.tree.map(lambda a: a / N, jax.lax.scan(add, start, tokens)[0])
-
-    (loss, _), grad = mean(quadratic, zero)
-    times, minus = lambda delta: mean(curvature, delta)[1], jax.tree.map(jnp.negative, grad)  # (G + λI) δ, -g
-    delta, _ = jax.scipy.sparse.linalg.cg(times, minus, tol=1e-10, maxiter=config.cg_steps)
-    (_, value), _ = mean(quadratic, delta)
-    theta = jax.tree.map(jnp.add, state.params, delta)
-    return state._replace(theta=theta, k=state.k + N, loss=N * loss, inner_loss=N * value)
+# ---- the line search and the move ----------------------------------------------------------------
 
 
-def move(theta0, theta, alpha):
+def between(theta0, theta, alpha):
     """θ_t + α (θ - θ_t); exactly θ_t at α = 0, even where θ is not finite."""
-    return jax.tree.map(lambda a, b: jnp.where(alpha == 0, a, a + alpha * (b - a)), theta0, theta)
+
+    def of_array(a, b):
+        return jnp.where(alpha == 0, a, a + alpha * (b - a))
+
+    return jax.tree.map(of_array, theta0, theta)
 
 
-@partial(jax.jit, static_argnames="network")
-def losses(theta0, theta, alphas, tokens, network):
-    """Loss at θ_t + α (θ - θ_t) for each of alphas [A] on an inner batch: [A]; infinite if a weight is not finite."""
+@jax.jit
+def losses(theta0, theta, alphas, tokens, config):
+    """The loss at θ_t + α (θ - θ_t) on an inner batch, for each α of alphas [A]: [A].
+
+    It is infinite where a weight is not finite.
+    """
     finite = jnp.array([jnp.isfinite(a).all() for a in jax.tree.leaves(theta)]).all()
-    at = lambda alpha: parallel.mean(partial(model.loss, network))(move(theta0, theta, alpha), tokens)
-    return jax.lax.map(lambda alpha: jnp.where((alpha == 0) | finite, at(alpha), jnp.inf), alphas)
+    mean_loss = parallel.mean(partial(config.model.loss, config.network))
+
+    def loss_at(alpha):
+        loss = mean_loss(between(theta0, theta, alpha), tokens)
+        return jnp.where(finite | (alpha == 0), loss, jnp.inf)
+
+    return jax.lax.map(loss_at, alphas)
 
 
 def line_search(theta0, theta, fresh, config):
-    """The α of 2^(-i/2), i < line_search, of the smallest loss on the fresh tokens fresh(k), k < fresh_batches.
+    """The step size α of the smallest loss on the fresh tokens: 2^(-i/2), i < line_search.
 
-    0 where the guard refuses them all. A loss counts as infinite if it or a weight is not finite.
+    With the guard it is 0 where none is better than θ_t. fresh(k): an inner batch, int32 [B, T+1],
+    for k < fresh_batches. A loss that is not finite counts as infinite.
     """
-    # guarded, θ_t comes first: argmin takes it unless another is below it
-    alphas = jnp.concatenate([jnp.zeros(int(config.guard)), 2.0 ** (-jnp.arange(config.line_search) / 2)])
+    alphas = 2.0 ** (-jnp.arange(config.line_search) / 2)
+    if config.guard:
+        alphas = jnp.concatenate([jnp.zeros(1), alphas])  # first, so that a tie refuses the step
     total = jnp.zeros_like(alphas)
     for k in range(config.fresh_batches):
-        part = losses(theta0, theta, alphas, fresh(k), config.model)
-        total = jax.block_until_ready(total) + part  # waits for the batch before: never more than one is in flight
-    return alphas[jnp.argmin(jnp.where(jnp.isfinite(total), total, jnp.inf))]
+        more = losses(theta0, theta, alphas, fresh(k), config)
+        total = jax.block_until_ready(total) + more  # waits for the batch before: one is in flight
+    total = jnp.where(jnp.isfinite(total), total, jnp.inf)
+    return alphas[jnp.argmin(total)]
 
 
-@partial(parallel.jit, static_argnames="config")
-def finish(state, alpha, config):
-    """The state at the next outer step: θ_{t+1} = θ_t + α (θ - θ_t); θ and its momentum stay unless α = 0.
+@parallel.jit
+def move(state, alpha, config):
+    """The State at the next outer step, at θ_{t+1} = θ_t + α (θ - θ_t).
 
-    Unless refused, a step then shrinks every matrix by 1 - parameter_weight_decay, of θ too, or the next would undo it.
+    The next inner loop goes on from θ with its momentum, not from θ_{t+1}: Section 5.1 found that this
+    helps. θ is where the inner optimizer stands, and its momentum belongs there; α only says how far
+    the weights that count may follow. A refused step (α = 0) is different: its θ is bad, so the next
+    loop starts from θ_t without momentum.
     """
-    fresh = init(state.params, config)
-    theta, opt = jax.tree.map(partial(jnp.where, alpha == 0), (fresh.theta, fresh.opt), (state.theta, state.opt))
-    params, keep = move(state.params, state.theta, alpha), jnp.where(alpha == 0, 1, 1 - config.parameter_weight_decay)
-    shrink = lambda tree: jax.tree.map(lambda a, matrix: keep * a if matrix else a, tree, baselines.is_matrix(tree))
-    params, theta = shrink(params), shrink(theta)
-    average, tau = state.average, config.average**config.inner_steps
-    average = average if config.averages_inner_steps else averaged(average, params, tau)
-    return fresh._replace(params=params, theta=theta, average=average, opt=opt, t=state.t + 1)
+    params = between(state.params, state.theta, alpha)
+    no_momentum = inner_optimizer(0.0, config).init(params)
+    refused = alpha == 0
+
+    def where_refused(new, old):
+        return jax.tree.map(partial(jnp.where, refused), new, old)
+
+    theta = where_refused(params, state.theta)
+    opt = where_refused(no_momentum, state.opt)
+
+    # Both decay, or the next step would undo it.
+    keep = jnp.where(refused, 1, 1 - config.parameter_weight_decay)
+    params = optimizers.scale_matrices(params, keep)
+    theta = optimizers.scale_matrices(theta, keep)
+
+    average = state.average
+    if config.line_search:  # of θ_t then, and an outer step counts as its N inner steps
+        average = optimizers.update_average(average, params, config.average**config.inner_steps)
+    zero = jnp.zeros_like(state.loss)
+    return State(params, theta, average, opt, state.t + 1, jnp.zeros_like(state.k), zero, zero)
 
 
-def update(state, batches, fresh, config, watch=lambda state: None, objective=quadratic, linearized=linearized):
-    """One outer step of Algorithm 1: minimize L2 over a batch, line search on fresh tokens, move.
+def update(state, batches, fresh, config, watch=lambda state: None, value_and_grad=value_and_grad):
+    """One outer step of Algorithm 1: minimize L2 over a batch, search along the step, move.
 
-    batches(k), k < inner_steps, and fresh(k), k < fresh_batches: the k-th inner batch, int32 [B, T+1]. watch(state):
-    called after each inner step. Returns the next State and metrics: train_loss (at θ_t) and inner_loss (L2), means a
-    token over the batch, in nats; lr of the first inner step; alpha, 0 where the step was refused.
+    batches(k), k < inner_steps, and fresh(k), k < fresh_batches: the k-th inner batch, int32
+    [B, T+1]; watch(state) is called after each inner step. Returns the next State, and metrics:
+    train_loss (at θ_t) and inner_loss (L2), in nats per token, means over the batch; lr of the first
+    inner step; alpha of the line search, 0 where the step was refused.
     """
-    N, unit = config.inner_steps, replace(config, lr=1.0)  # so that one compiled step serves every learning rate
-    for k in range(int(state.k), 1 if config.inner == "cg" else N):
-        if config.inner == "cg":
-            state = solve(state, jnp.stack([batches(k) for k in range(N)]), config, linearized)
-        else:
-            state = inner_step(state, batches(k), unit, objective, linearized, config.lr)
+    N = config.inner_steps
+    for k in range(int(state.k), N):  # a resumed run may begin inside
+        state = inner_step(state, batches(k), config, value_and_grad)
         watch(state)
-    alpha = line_search(state.params, state.theta, fresh, config) if config.line_search else None
-    lr = None if config.inner == "cg" else learning_rate(state.t, 0, config)
-    metrics = {"train_loss": state.loss / N, "inner_loss": state.inner_loss / N, "lr": lr, "alpha": alpha}
-    return finish(state, 1.0 if alpha is None else alpha, unit), metrics
+
+    metrics = {"train_loss": state.loss / N, "inner_loss": state.inner_loss / N}
+    metrics["lr"] = learning_rate(state.t, 0, config)
+    alpha = 1.0
+    if config.line_search:
+        alpha = line_search(state.params, state.theta, fresh, config)
+        metrics["alpha"] = alpha
+    return move(state, alpha, config), metrics

@@ -1,13 +1,14 @@
-"""GN-prox-linear (Algorithm 2): the model is linearized, the loss stays exact.
+"""GN-prox-linear (Algorithm 2): the network is linearized, the loss stays exact.
 
-    L1(θ_t + δ) = ℓ(z + v),     v = J δ            (Section 6.2)
-    ∇L1 = Jᵀ ∇ℓ(z + v)
+    L1(θ_t + δ) = ℓ(z + v),     v = J δ,  z = f(θ_t)            (Section 6.2)
+    ∇L1 = Jᵀ u,                 u = ∇ℓ(z + v)
 
-It is convex in δ as ℓ is in the logits, but not quadratic, so this is no second-order method: what it gains over
-Gauss-Newton is what the loss's higher-order terms are worth. Its gradient differs from Gauss-Newton's by O(|δ|²).
+L1 is convex in δ, because ℓ is convex in the logits, but it is not quadratic. So this is no
+second-order method: it tells what the higher-order terms of the loss are worth, which Gauss-Newton
+drops. Its gradient differs from Gauss-Newton's by O(|δ|²).
 
-All the rest is gn.py. The defaults differ: the learning rate falls once over the whole run, there is no line search,
-and what is evaluated is the average of the weights over inner steps.
+All the rest is gn.py. The defaults differ: the learning rate falls once over the whole run, there is
+no line search, and what is evaluated is the average of the weights over the inner steps.
 """
 
 from dataclasses import dataclass
@@ -15,32 +16,39 @@ from dataclasses import dataclass
 import jax
 
 import gn
+import model
 from gn import init  # noqa: F401  the same State
-from kernels.cross_entropy import cross_entropy, fused, usable
+from kernels import on_gpu
+from kernels.cross_entropy import exact_kernel
+from runtime.flags import traced
 
 
+@traced
 @dataclass(frozen=True)
 class Config(gn.Config):
     """Settings of GN-prox-linear: those of Gauss-Newton, with other defaults."""
 
-    schedule: str = gn.SCHEDULES[1]  # Section 6.2; also constant+inner cosine, global+inner cosine, constant
-    inner: str = "muon"  # muon | adamw: inner optimizer (Section 5.1)
-    line_search: int = 0  # step sizes α = 2^(-i/2) tried on a fresh batch; 0 = no line search, α = 1 (Section 6.2)
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.inner == "cg":
-            raise ValueError("inner is 'cg', which solves quadratic problems; valid with this objective: muon, adamw")
+    # global cosine | constant+inner cosine | global+inner cosine | constant (Section 6.2)
+    schedule: str = "global cosine"
+    line_search: int = 0  # step sizes α = 2^(-i/2) tried on fresh tokens; 0 = α is 1 (Section 6.2)
 
 
-def exact(z, v, y, ell=cross_entropy):
-    """ℓ(z), and for each change of the logits L1 = ℓ(z + v) and its gradient; arguments as gn.quadratic."""
-    if ell is cross_entropy and usable(z):
-        return fused("exact", z, y, v)
-    loss = lambda z: ell(z, y)
-    return loss(z), *jax.lax.map(lambda v: jax.value_and_grad(loss)(z + v), v.astype(z.dtype))
+@on_gpu(exact_kernel)
+def exact(z, v, y, loss=model.cross_entropy):
+    """The loss, the loss L1 at the change v of the logits, and its gradient there: as `quadratic`.
+
+    z: logits f(θ_t), [c, V]; v: J δ, [c, V]; y: labels, int32 [c]; loss(z, y): a sum over the c
+    tokens. Returns two numbers and [c, V].
+    """
+    value, u = jax.value_and_grad(loss)(z + v, y)
+    return loss(z, y), value, u
+
+
+def value_and_grad(theta0, delta, tokens, config):
+    """The loss at θ_t, L1 at θ_t + δ, and its gradient: as gn.value_and_grad."""
+    return gn.value_and_grad(theta0, delta, tokens, config, exact)
 
 
 def update(state, batches, fresh, config, watch=lambda state: None):
-    """One outer step of Algorithm 2; arguments, State and metrics as gn.update's, inner_loss being L1."""
-    return gn.update(state, batches, fresh, config, watch, exact)
+    """One outer step of Algorithm 2; arguments and results as gn.update's, inner_loss being L1."""
+    return gn.update(state, batches, fresh, config, watch, value_and_grad)

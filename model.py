@@ -1,12 +1,19 @@
-"""The LLaMA that the paper trains (Section 5, Appendix E), as functions of a nested dict of arrays.
+"""The LLaMA that the paper trains (Section 5, Appendix E), in plain JAX.
 
-    h = embedding[x];   for each block:  h += Wo attention(norm(h)),  h += Wdown gelu(Wup norm(h));   z = norm(h) head
+    h = embedding[x]
+    for each block:   h = h + attention(norm(h)) wo
+                      h = h + mlp(norm(h))
+    z = norm(h) head                   the logits: a score for every word of the vocabulary
+    ℓ(z, y) = log Σ exp(z) - z[y]      the loss: cross-entropy, where y is the right word
 
-The per-layer matrices are stacked on a leading axis L; a weight is (in, out). The logits z are never held for a whole
-batch: the head and the loss see `head_chunk` tokens at a time.
+The parameters are a nested dict of float32 arrays. A weight is (in, out), so a layer is `x @ w`;
+the weights of all blocks are stacked on a leading axis L. The logits of a whole batch are too large
+to hold, so `hidden` ends below the head, and `over_tokens` applies it to a few tokens at a time.
 
-Axes: B sequences, T positions, D model width, H heads, G key-value heads, K width of a head, F MLP width, V vocabulary,
-L layers.
+`@on_gpu(kernel)` lets a kernel take the place of a function on a GPU. It computes the same, faster.
+
+Axes: B sequences, T positions, D model width, K width of a head, F width of the MLP, V vocabulary,
+L layers, c tokens of a chunk.
 """
 
 from dataclasses import dataclass
@@ -15,39 +22,41 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from kernels import cross_entropy
-from kernels.attention import attention
-from kernels.heads import heads, wide
-from kernels.linear import remade
+from kernels import on_gpu
+from kernels.attention import attention_kernel
+from kernels.cross_entropy import cross_entropy_kernel
+from kernels.heads import queries_keys_values_kernel
+from kernels.mlp import mlp_kernel
+from runtime.flags import check_choice, check_range
 
 
 @dataclass(frozen=True)
 class Config:
-    """The network. Raises ValueError where the sizes do not fit together."""
+    """The sizes of the network."""
 
     vocab_size: int = 32_000  # ids in the vocabulary, V; 0 = as many as the tokenizer has
     context: int = 1024  # positions in a sequence, T
     d_model: int = 512  # width of the residual stream, D
     d_ff: int = 2048  # width of the MLP, F
     n_layers: int = 4  # blocks, L
-    n_heads: int = 8  # attention heads, H; each is d_model / n_heads wide
-    n_kv_heads: int = 8  # key-value heads, G; fewer than n_heads = grouped-query attention
-    mlp: str = "gelu"  # gelu (two matrices, tanh form) | swiglu (three, gated: the textbook LLaMA)
-    qk_norm: bool = True  # LayerNorm on queries and keys before the rotation; false = the textbook LLaMA
-    dtype: str = "float32"  # float32 | bfloat16 (on a GPU the default): of matrix products; all else stays float32
-    head_chunk: int = 4096  # tokens at most whose logits are held at a time: lower it when memory runs out
+    n_heads: int = 8  # attention heads; each is K = d_model / n_heads wide
+    n_kv_heads: int = 8  # heads of keys and values; fewer than n_heads = grouped-query attention
+    mlp: str = "gelu"  # gelu (two matrices, as in the paper) | swiglu (three: the usual LLaMA)
+    qk_norm: bool = True  # LayerNorm on queries and keys, as in the paper; false = the usual LLaMA
+    dtype: str = "float32"  # float32 | bfloat16: of matrix products; default on a GPU bfloat16
+    head_chunk: int = 4096  # tokens at most whose logits are held at a time, to save memory
 
-    def __post_init__(self):
-        for name, value in vars(self).items():
-            if name != "vocab_size" and type(value) is int and not 1 <= value < 2**31:
-                raise ValueError(f"{name} is {value}; it must be at least 1 and below 2^31")
-        if self.d_model % self.n_heads or self.d_model // self.n_heads % 2:
-            raise ValueError(f"d_model {self.d_model} over n_heads {self.n_heads} must be an even whole number")
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_heads {self.n_heads} must be a multiple of n_kv_heads {self.n_kv_heads}")
-        for name, valid in (("mlp", ("gelu", "swiglu")), ("dtype", ("float32", "bfloat16"))):
-            if getattr(self, name) not in valid:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; valid: {', '.join(valid)}")
+    def check(self):
+        """Raises ValueError where a size is out of its range, or two sizes do not fit together."""
+        sizes = ("context", "d_model", "d_ff", "n_layers", "n_heads", "n_kv_heads", "head_chunk")
+        check_range(self, sizes, least=1, below=2**31)
+        check_choice(self, "mlp", ("gelu", "swiglu"))
+        check_choice(self, "dtype", ("float32", "bfloat16"))
+        D, heads, kv_heads = self.d_model, self.n_heads, self.n_kv_heads
+        if D % (2 * heads):
+            raise ValueError(f"d_model {D} over n_heads {heads} must be an even whole number")
+        if heads % kv_heads:
+            raise ValueError(f"n_heads {heads} must be a multiple of n_kv_heads {kv_heads}")
 
 
 PRESETS = {  # Appendix E; `tiny` is for a CPU
@@ -56,115 +65,222 @@ PRESETS = {  # Appendix E; `tiny` is for a CPU
     "150m": Config(d_model=768, d_ff=3072, n_layers=12, n_heads=16, n_kv_heads=16),
 }
 
-MATRICES = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")  # of a block, [L, in, out]; its others are norms
+MATRICES = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")  # of a block; all else is a norm
 
 
 def init(config, key):
-    """Random parameters, float32: embedding with std 1, matrices with std 1/sqrt(in), norms at one, biases at zero."""
+    """Random parameters, float32: embedding with std 1, matrices with std 1/√in, norms at one."""
     V, D, F, L = config.vocab_size, config.d_model, config.d_ff, config.n_layers
-    kv = config.n_kv_heads * D // config.n_heads
-    matrices = {"wq": (D, D), "wk": (D, kv), "wv": (D, kv), "wo": (D, D), "w_up": (D, F), "w_down": (F, D)}
+    D_kv = config.n_kv_heads * D // config.n_heads  # width of all keys, and of all values
+    shapes = {"wq": (D, D), "wk": (D, D_kv), "wv": (D, D_kv), "wo": (D, D)}
+    shapes |= {"w_up": (D, F), "w_down": (F, D)}
     if config.mlp == "swiglu":
-        matrices["w_gate"] = (D, F)
-    keys = iter(jax.random.split(key, 2 + len(matrices)))
-    blocks = {name: jax.random.normal(next(keys), (L, *s)) / s[0] ** 0.5 for name, s in matrices.items()}
+        shapes["w_gate"] = (D, F)
+    keys = iter(jax.random.split(key, len(shapes) + 2))
+
+    def normal(*shape):
+        return jax.random.normal(next(keys), shape)
+
+    blocks = {}
+    for name, (n_in, n_out) in shapes.items():
+        blocks[name] = normal(L, n_in, n_out) / n_in**0.5
     blocks |= {"attention_norm": jnp.ones((L, D)), "mlp_norm": jnp.ones((L, D))}
     if config.qk_norm:
         blocks |= {"q_scale": jnp.ones((L, D)), "q_bias": jnp.zeros((L, D))}
-        blocks |= {"k_scale": jnp.ones((L, kv)), "k_bias": jnp.zeros((L, kv))}
-    embedding, head = jax.random.normal(next(keys), (V, D)), jax.random.normal(next(keys), (D, V)) / D**0.5
-    return {"embedding": embedding, "blocks": blocks, "final_norm": jnp.ones(D), "head": head}
+        blocks |= {"k_scale": jnp.ones((L, D_kv)), "k_bias": jnp.zeros((L, D_kv))}
+    params = {"embedding": normal(V, D), "blocks": blocks, "final_norm": jnp.ones(D)}
+    return params | {"head": normal(D, V) / D**0.5}
 
 
 def size(config):
-    """How many parameters the model has."""
-    return sum(a.size for a in jax.tree.leaves(jax.eval_shape(partial(init, config), jax.random.key(0))))
+    """How many parameters the network has."""
+    params = jax.eval_shape(partial(init, config), jax.random.key(0))
+    return sum(a.size for a in jax.tree.leaves(params))
 
 
 def rms_norm(x, scale):
-    """x / rms(x) * scale, over the last axis of x [B, T, D]; scale [D]."""
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * scale[None, None]
+    """x over its root mean square, times scale; x: [B, T, D], scale: [D]."""
+    mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(mean_square + 1e-6) * scale[None, None]
 
 
-def rounded(config, *arrays):
-    """The arrays as a matrix product reads them: in bfloat16 where `dtype` says so, else as they are."""
-    return [a.astype(jnp.bfloat16) if config.dtype == "bfloat16" else a for a in arrays]
+def layer_norm(x, scale, bias):
+    """x less its mean, over its standard deviation, times scale, plus bias; shapes as above."""
+    return rms_norm(x - jnp.mean(x, axis=-1, keepdims=True), scale) + bias[None, None]
 
 
-def product(config, x, w, out=None):
-    """x @ w, rounded as `dtype` says; `out`: the dtype of the result, by default that of the rounded factors."""
-    return jnp.matmul(*rounded(config, x, w), preferred_element_type=out)
+def rotate(x):
+    """Rotary positions: at position t, turns entries i and i + K/2 of a head by t / 10000^(2i/K).
+
+    x: [B, T, heads, K]. The product of a query and a key then depends on how far apart they are.
+    """
+    T, half = x.shape[1], x.shape[3] // 2
+    period = 10_000.0 ** (jnp.arange(half) / half)  # [K/2], over 2π
+    angle = jnp.arange(T)[:, None] / period[None]  # [T, K/2]
+    cos = jnp.cos(angle).astype(x.dtype)[None, :, None]  # [1, T, 1, K/2]
+    sin = jnp.sin(angle).astype(x.dtype)[None, :, None]
+    a, b = jnp.split(x, 2, axis=-1)
+    a_turned = a * cos - b * sin
+    b_turned = a * sin + b * cos
+    return jnp.concatenate([a_turned, b_turned], axis=-1)
 
 
-def embed(params, x):
-    """int32 ids [B, T] -> [B, T, D]."""
-    return params["embedding"][x]
+def rounded(config, x):
+    """x as a matrix product reads it: in bfloat16 where `dtype` says so, else as it is."""
+    return x.astype(jnp.bfloat16) if config.dtype == "bfloat16" else x
 
 
-def down(config, w, up, gate=None):
-    """What the MLP does with its first product(s), [B, T, F] -> [B, T, D]."""
-    up = wide(up)  # without a gate: GELU in its tanh form, x (1 + tanh a) / 2 = x σ(2a)
-    gelu = lambda: jax.nn.sigmoid((8 / jnp.pi) ** 0.5 * (up + 0.044715 * up**3))
-    return product(config, up * (gelu() if gate is None else jax.nn.silu(wide(gate))), w)
+def wide(x):
+    """x in at least float32, as all that is not a matrix product reads it."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-@partial(jax.jit, static_argnums=0)  # traced once for all layers
+def product(config, x, w, dtype=None):
+    """x @ w, both rounded; the result has the dtype of the rounded factors, or `dtype`."""
+    return jnp.matmul(rounded(config, x), rounded(config, w), preferred_element_type=dtype)
+
+
+@on_gpu(queries_keys_values_kernel)
+def queries_keys_values(config, p, x):
+    """Queries [B, T, n_heads, K], keys and values [B, T, n_kv_heads, K] of x [B, T, D]."""
+    q = wide(product(config, x, p["wq"]))
+    k = wide(product(config, x, p["wk"]))
+    v = product(config, x, p["wv"])
+    if config.qk_norm:
+        q = layer_norm(q, p["q_scale"], p["q_bias"])
+        k = layer_norm(k, p["k_scale"], p["k_bias"])
+    B, T, D = x.shape
+    heads = (B, T, -1, D // config.n_heads)
+    q = rotate(q.reshape(heads))
+    k = rotate(k.reshape(heads))
+    return q.astype(v.dtype), k.astype(v.dtype), v.reshape(heads)
+
+
+@on_gpu(attention_kernel)
+def attention(q, k, v):
+    """Causal attention: at each position a weighted mean of the values up to there, by heads.
+
+    q: [B, T, n_heads, K]; k, v: [B, T, n_kv_heads, K], a head of which serves n_heads / n_kv_heads
+    neighbouring heads of q. Returns [B, T, n_heads, K] in the dtype of v.
+    """
+    T, K = q.shape[1], q.shape[3]
+    shared_by = q.shape[2] // k.shape[2]
+    k = jnp.repeat(k, shared_by, axis=2)
+    v = jnp.repeat(v, shared_by, axis=2)
+    scores = jnp.einsum("bthk,bshk->bhts", wide(q), wide(k)) / K**0.5
+    causal = jnp.arange(T)[:, None] >= jnp.arange(T)[None]  # [T, T]: t reads s where s <= t
+    scores = jnp.where(causal[None, None], scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bhts,bshk->bthk", weights, v)
+
+
+@on_gpu(mlp_kernel)
+def mlp(config, p, x):
+    """gelu(x w_up) w_down, or SwiGLU's (silu(x w_gate) ∘ x w_up) w_down; x: [B, T, D]."""
+    up = wide(product(config, x, p["w_up"]))  # [B, T, F]
+    if config.mlp == "gelu":
+        active = jax.nn.gelu(up)  # in its tanh form
+    else:
+        gate = wide(product(config, x, p["w_gate"]))
+        active = jax.nn.silu(gate) * up
+    return product(config, active, p["w_down"])
+
+
+@partial(jax.jit, static_argnums=0)  # so that JAX traces it once, and not once for each layer
 def block(config, p, h):
-    """One transformer block, parameters p without the axis L: [B, T, D] -> [B, T, D]."""
-    (B, T, D), H, G, K = h.shape, config.n_heads, config.n_kv_heads, config.d_model // config.n_heads
-    split = lambda x: x.reshape(*x.shape[:-1], -1, 2, K // 2)  # into heads, and each in two halves
-    w = jnp.concatenate([p["wq"], p["wk"], p["wv"]], axis=1)  # one larger product is faster than three
-    norms = ("q_scale", "q_bias", "k_scale", "k_bias") if config.qk_norm else ()
-    x = split(product(config, rms_norm(h, p["attention_norm"]), w))
-    q, k, v = (a.reshape(B, T, -1, K) for a in heads((H, G, G), x, *(split(p[name]) for name in norms)))
-    h = h + product(config, attention(q, k, v).reshape(B, T, D), p["wo"])
-    m = rms_norm(h, p["mlp_norm"])
-    gate = [product(config, m, p["w_gate"])] if config.mlp == "swiglu" else []
-    return h + remade(partial(down, config))(p["w_down"], product(config, m, p["w_up"]), *gate)
+    """One transformer block; p: its parameters, without the axis L; h: [B, T, D] -> [B, T, D]."""
+    q, k, v = queries_keys_values(config, p, rms_norm(h, p["attention_norm"]))
+    o = attention(q, k, v).reshape(h.shape)
+    h = h + product(config, o, p["wo"])
+    return h + mlp(config, p, rms_norm(h, p["mlp_norm"]))
+
+
+def unstack(blocks):
+    """The parameters of all blocks, arrays [L, ..], as a list of L dicts."""
+    arrays = {name: jnp.unstack(stacked) for name, stacked in blocks.items()}
+    n_layers = len(arrays["wq"])
+    return [{name: a[i] for name, a in arrays.items()} for i in range(n_layers)]
 
 
 def hidden(config, params, x):
-    """int32 ids [B, T] -> what the head reads, [B, T, D]: everything below the head, final norm included."""
-    h = embed(params, x)
-    for p in zip(*(jnp.unstack(a) for a in params["blocks"].values()), strict=True):
-        h = block(config, dict(zip(params["blocks"], p, strict=True)), h)
+    """The network below the head: int32 ids [B, T] -> [B, T, D]."""
+    h = params["embedding"][x]
+    for p in unstack(params["blocks"]):
+        h = block(config, p, h)
     return rms_norm(h, params["final_norm"])
 
 
+def inputs_and_labels(tokens):
+    """Of int32 ids [B, T+1], those that the network reads and those that it predicts: [B, T]."""
+    return tokens[:, :-1], tokens[:, 1:]
+
+
 def head(config, h, w):
-    """Logits, summed in float32 also where their factors are rounded: [.., D], [D, V] -> [.., V]."""
+    """The logits, [.., D] @ [D, V]; summed up in float32 also where the factors are rounded."""
     return product(config, h, w, h.dtype)
 
 
-def scan_tokens(config, f, carry, *arrays):
-    """lax.scan of f over the tokens of arrays [B, T, ..], at most `head_chunk` of them at a time.
+def head_both_ways(config, theta0, delta):
+    """The head linearized: a function of h and its change dh, both [c, D], that returns
 
-    f(carry, chunk) -> (carry, out), chunk a tuple of [c, ..]. Returns the last carry and the outs as [B T, ..].
+    z = h w                [c, V], the logits;
+    v = dh w + h dw        [c, V], their change (the pushforward);
+    pull                   u [c, V] -> u wᵀ [c, D] and the head's gradient hᵀ u (the pullback).
     """
-    tokens = arrays[0].shape[0] * arrays[0].shape[1]
-    chunks = next(n for n in range(-(-tokens // config.head_chunk), tokens + 1) if tokens % n == 0)
-    carry, out = jax.lax.scan(f, carry, tuple(a.reshape(chunks, -1, *a.shape[2:]) for a in arrays))
-    return carry, jax.tree.map(lambda a: a.reshape(tokens, *a.shape[2:]), out)
+    w = rounded(config, theta0["head"])
+    w_over_dw = rounded(config, jnp.concatenate([theta0["head"], delta["head"]]))  # [2 D, V]
+
+    def both_ways(h, dh):
+        def pull(u):
+            h_bar = product(config, u, w.T, h.dtype)
+            return h_bar, {"head": product(config, h.T, u, h.dtype)}
+
+        v = product(config, jnp.concatenate([dh, h], axis=1), w_over_dw)  # both terms in one sum
+        return head(config, h, w), v, pull
+
+    return both_ways
+
+
+def over_tokens(config, f, *arrays):
+    """f of all tokens of the arrays, [B, T, ..], of at most `head_chunk` tokens at a time.
+
+    f takes chunks [c, ..] of the arrays and returns (out [c, ..], a tree of sums). Returns the outs
+    as one array [B, T, ..], and the sums added up.
+    """
+    B, T = arrays[0].shape[:2]
+    n = -(-B * T // config.head_chunk)  # chunks, rounded up
+    while B * T % n:  # until they are equal
+        n += 1
+    chunks = [a.reshape(n, -1, *a.shape[2:]) for a in arrays]
+
+    def add(total, chunk):
+        out, sums = f(*chunk)
+        return jax.tree.map(jnp.add, total, sums), out
+
+    first = [a[0] for a in chunks]
+    _, sums = jax.eval_shape(f, *first)
+    zero = jax.tree.map(jnp.zeros_like, sums)
+    total, outs = jax.lax.scan(add, zero, chunks)
+    outs = jax.tree.map(lambda a: a.reshape(B, T, *a.shape[2:]), outs)
+    return outs, total
+
+
+@on_gpu(cross_entropy_kernel)
+def cross_entropy(z, y):
+    """-log softmax(z)[y], summed over tokens, in nats; z: logits [c, V], y: labels, int32 [c]."""
+    is_label = y[:, None] == jnp.arange(z.shape[1])[None]  # [c, V]
+    z_of_label = jnp.sum(jnp.where(is_label, z, 0), axis=1)
+    return jnp.sum(jax.nn.logsumexp(z, axis=1) - z_of_label)
 
 
 def loss(config, params, tokens):
-    """Mean cross-entropy (nats a token) of predicting tokens[:, 1:] from the ids before; tokens: int32 [B, T+1]."""
-    x, y = tokens[:, :-1], tokens[:, 1:]
-    h, (w,) = hidden(config, params, x), rounded(config, params["head"])
-    add = lambda total, part: (total + cross_entropy.value(head(config, part[0], w), part[1]), None)
-    return scan_tokens(config, add, jnp.zeros((), h.dtype), h, y)[0] / y.size
+    """The mean loss, in nats per token, of int32 ids [B, T+1], each predicted from those before."""
+    x, y = inputs_and_labels(tokens)
+    h = hidden(config, params, x)
+    w = rounded(config, params["head"])
 
+    def add_up(h, y):
+        return (), cross_entropy(head(config, h, w), y)
 
-def value_and_grad(config, params, tokens):
-    """`loss` and its gradient, the logits a chunk at a time; tokens: int32 [B, T+1]."""
-    x, y = tokens[:, :-1], tokens[:, 1:]
-    (h, pull), (w,) = jax.vjp(lambda p: hidden(config, p, x), params), rounded(config, params["head"])
-
-    def chunk(carry, part):
-        h, y = part  # [c, D], [c]
-        value, u = cross_entropy.gradient(head(config, h, w), y, config.dtype)  # ∇ℓ(z), [c, V]
-        return (carry[0] + value, carry[1] + product(config, h.T, u, h.dtype)), product(config, u, w.T, h.dtype)
-
-    (total, w_bar), h_bar = scan_tokens(config, chunk, (jnp.zeros((), h.dtype), jnp.zeros_like(params["head"])), h, y)
-    (grad,) = pull(h_bar.reshape(h.shape))
-    return total / y.size, jax.tree.map(lambda a: a / y.size, {**grad, "head": w_bar})
+    _, total = over_tokens(config, add_up, h, y)
+    return total / y.size

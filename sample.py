@@ -23,7 +23,7 @@ def read(folder):
     """
     try:
         config = json.loads((Path(folder) / "config.json").read_text())["config"]
-        kinds = {name: kind for name, (kind, *_) in flags.fields_of(model.Config).items()}
+        kinds = {name: flag.kind for name, flag in flags.fields_of(model.Config).items()}
         if wrong := [name for name, kind in kinds.items() if type(config[name]) is not kind]:
             raise TypeError(f"its {wrong[0]} is {config[wrong[0]]!r}")
         network = model.Config(**{name: config[name] for name in kinds})

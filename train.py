@@ -25,18 +25,20 @@ from tqdm import tqdm
 import baselines
 import data
 import gn
+import gn_cg
 import gn_prox
 import layerwise_gn
 import model
+import optimizers
 from runtime import checkpoint, files, flags, parallel, report
 from runtime.live import Live, Stop
 from sample import generate
 from text.tokenizer import Tokenizer, tokenizer
 
-METHODS = {method.__name__: (method, method.Config) for method in (gn, gn_prox, layerwise_gn)}
+METHODS = {method.__name__: (method, method.Config) for method in (gn, gn_prox, layerwise_gn, gn_cg)}
 METHODS |= {cls.__name__.lower(): (baselines, cls) for cls in (baselines.AdamW, baselines.Muon, baselines.SOAP)}
-DERIVED = ("model", "inner_steps", "outer_steps", "inner_tokens")  # fields of a method's Config that are not flags
-WARMUP_CODE = "attention baselines cross_entropy data documents files flags heads linear model parallel soap tokenizer"
+DERIVED = ("network", "model", "inner_steps", "outer_steps", "inner_tokens")  # fields of a method's Config that are not flags
+WARMUP_CODE = "attention baselines cross_entropy data documents files flags heads linear mlp model optimizers parallel tokenizer"
 loss = jax.jit(lambda network, *args: parallel.mean(partial(model.loss, network))(*args), static_argnums=0)
 
 
@@ -108,7 +110,7 @@ class Run(NamedTuple):
     @property
     def inner_tokens(self):
         """Tokens in an inner batch."""
-        return self.config.inner_batch * self.settings.model.context
+        return self.config.inner_batch * self.settings.network.context
 
     @property
     def warmup_batches(self):
@@ -155,6 +157,7 @@ def configure(argv, home=None):
     config = Config(**pick(Config))
     ids = tokenizer(config.tokenizer, values["vocab_size"])
     network = model.Config(**pick(model.Config) | {"vocab_size": ids.vocab_size})
+    network.check()
     if config.batch < network.context:
         raise ValueError(f"batch is {config.batch} tokens, fewer than one sequence of context {network.context}")
     parameters = model.size(network)
@@ -164,13 +167,14 @@ def configure(argv, home=None):
     batch = inner_steps * inner_tokens
     steps = config.steps or max(1, round(tokens / batch))
     method, cls = METHODS[config.method]
-    searches = {"inner_tokens": inner_tokens} if issubclass(cls, gn.Config) else {}
+    searches = {"inner_tokens": inner_tokens} if issubclass(cls, gn.LineSearch) else {}
     settings = cls(network, inner_steps, steps, **searches, **pick(cls))
+    settings.check()
     values |= {"vocab_size": ids.vocab_size, "batch": batch, "tokens": tokens, "steps": steps, "out": None}
     values["eval_every"] = config.eval_every or max(1, config.eval_tokens // batch)
     values |= {name: getattr(settings, name) for name in pick(cls)}
     digest = files.digest(values, checkpoint.code())[:6]
-    name = f"{config.method}-{config.model}-{batch}-lr{settings.lr}-seed{config.seed}-{digest}"
+    name = f"{config.method}-{config.model}-{batch}-lr{getattr(settings, 'lr', '')}-seed{config.seed}-{digest}"
     values["out"] = f"{home or 'runs'}/{name}" if home or not config.out else config.out
     mesh = parallel.mesh(config.inner_batch, config.shard)
     run = Run(Config(**pick(Config)), method, settings, mesh, ids, parameters, values)
@@ -187,7 +191,7 @@ def warm_up(run, live):
 
     One that is stopped or lost goes on like any part of a run. Raises FloatingPointError where the loss is not finite.
     """
-    config, network, steps = run.config, run.settings.model, run.warmup_batches
+    config, network, steps = run.config, run.settings.network, run.warmup_batches
     made = {"params": model.init(network, jax.random.key(config.seed)), "loss": jnp.full((), jnp.nan)}
     made = parallel.put(run.mesh, made)
     if not steps:
@@ -225,13 +229,13 @@ def earlier(run, path, like):
 
 def evaluate(run, live, params):
     """Mean loss (nats a token) on held-out windows, the same ones at every step, for every seed and inner batch."""
-    context, size = run.settings.model.context, run.config.inner_batch
+    context, size = run.settings.network.context, run.config.inner_batch
     windows = max(1, min(run.config.eval_tokens // context, data.windows(live.corpus.val, context)))
     total = 0.0
     for i in range(0, windows, size):
         live.check()
         rows = data.sequences(live.corpus.val, context, 0, range(i, min(i + size, windows)))
-        total += loss(run.settings.model, params, parallel.put(run.mesh, rows, parallel.rows)) * len(rows)
+        total += loss(run.settings.network, params, parallel.put(run.mesh, rows, parallel.rows)) * len(rows)
     return float(total) / windows
 
 
@@ -269,7 +273,7 @@ def train(run, state, rows, live):
             for t in range(t0, config.steps + 1):
                 due = t % config.eval_every == 0 or t == config.steps
                 if due and (not rows or rows[-1]["step"] < t):
-                    rows.append(log_row(run, live, baselines.weights(state), t, metrics))
+                    rows.append(log_row(run, live, optimizers.weights(state), t, metrics))
                     checkpoint.write_log(folder, rows)
                     live.save(state)
                     live.ahead.waited, metrics = 0.0, {}
@@ -301,9 +305,9 @@ def outer_step(run, state, t, live):
 
 def execute(run, corpus, live):
     """Starts a run or goes on with it; the rows of its log at the end."""
-    config, init = run.config, lambda: run.method.init(model.init(run.settings.model, jax.random.key(0)), run.settings)
+    config, init = run.config, lambda: run.method.init(model.init(run.settings.network, jax.random.key(0)), run.settings)
     state, rows = checkpoint.resume(config.out, init)
-    batch = partial(data.batch, corpus.train, run.settings.model.context, config.inner_batch, config.seed)
+    batch = partial(data.batch, corpus.train, run.settings.network.context, config.inner_batch, config.seed)
     read = lambda index: parallel.put(run.mesh, batch(index), parallel.rows)
     live.run, live.corpus, live.ahead = run, corpus, data.Ahead(read, run.batches)
     live.saved, live.every = time.monotonic(), 60 * config.save_every
@@ -350,7 +354,7 @@ def main(argv=None):
             for run in runs:
                 checkpoint.check_folder(run.config.out, run.values | {"out": None})
             need = lambda r: r.inner_tokens * (r.warmup_batches + 2 * r.config.steps * r.settings.inner_steps)
-            about = lambda r: (r.config.data, r.tokenizer, r.settings.model.context, need(r))  # the same for any method
+            about = lambda r: (r.config.data, r.tokenizer, r.settings.network.context, need(r))  # the same for any method
             corpora = parallel.first(lambda: [data.prepare(*about(run)) for run in runs])
             for run, corpus in zip(runs, corpora, strict=True):
                 held.enter_context(checkpoint.alone(run.config.out))

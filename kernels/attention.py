@@ -28,15 +28,11 @@ LOG2_E = 1 / math.log(2)
 TILE = 64  # queries, and keys, that a program of the kernel sees at a time
 
 
-def attention(q, k, v):
-    """Causal softmax attention with grouped-query heads.
-
-    q: [B, T, H, K]; k, v: [B, T, G, K], where G divides H and query head h reads key-value head h // (H / G).
-    Returns [B, T, H, K] in the dtype of v. Scores and softmax are at least float32.
-    """
-    if q.dtype == jnp.bfloat16 and q.shape[-1] <= 128 and jax.default_backend() == "gpu":
-        return fused(q, k, v)
-    return plain(q, k, v)[0]
+def attention_kernel(q, k, v):
+    """model.attention on a GPU, in bfloat16, for heads up to 128 wide."""
+    if q.dtype != jnp.bfloat16 or q.shape[3] > 128:
+        return NotImplemented
+    return fused(q, k, v)
 
 
 def plain(q, k, v):

@@ -18,33 +18,43 @@ TILE = 4096  # columns of a row that a program of the kernel sees at a time
 WARPS = 8
 
 
-def cross_entropy(z, y):
-    """-log softmax(z)[y], summed over tokens (nats). z: [c, V] logits; y: int32 [c]."""
-    at_label = jnp.where(y[:, None] == jnp.arange(z.shape[-1])[None], z, 0)  # no gather: this fuses in every derivative
-    return jnp.sum(jax.nn.logsumexp(z, axis=-1) - jnp.sum(at_label, axis=-1))
-
-
-def usable(z):
-    """Whether `fused` is the way to go."""
-    return z.dtype == jnp.float32 and jax.default_backend() == "gpu"
-
-
 @jax.custom_jvp
 def value(z, y):
-    """What `cross_entropy` computes, reading z once on a GPU."""
-    return fused("value", z, y)[0] if usable(z) else cross_entropy(z, y)
+    """The loss by the kernel, which reads z once."""
+    return fused("value", z, y)[0]
 
 
 @value.defjvp
 def value_jvp(primals, tangents):
-    return jax.jvp(lambda z: cross_entropy(z, primals[1]), primals[:1], tangents[:1])
+    z, y = primals
+    g = jax.nn.softmax(z) - jax.nn.one_hot(y, z.shape[1], dtype=z.dtype)
+    return value(z, y), jnp.vdot(g, tangents[0])
 
 
-def gradient(z, y, dtype):
-    """ℓ(z), summed over tokens, and ∇ℓ(z), on a GPU rounded to `dtype` at once."""
-    if usable(z):
-        return fused("gradient", z, y, dtype=dtype)
-    return jax.value_and_grad(cross_entropy)(z, y)
+def cross_entropy_kernel(z, y):
+    """model.cross_entropy."""
+    return value(z, y) if z.dtype == jnp.float32 else NotImplemented
+
+
+def loss_and_gradient_kernel(network, z, y):
+    """baselines.loss_and_gradient."""
+    return fused("gradient", z, y, dtype=jnp.dtype(network.dtype)) if z.dtype == jnp.float32 else NotImplemented
+
+
+def quadratic_kernel(z, v, y):
+    """gn.quadratic."""
+    if z.dtype != jnp.float32:
+        return NotImplemented
+    loss, value, u = fused("quadratic", z, y, v[None])
+    return loss, value[0], u[0]
+
+
+def exact_kernel(z, v, y):
+    """gn_prox.exact."""
+    if z.dtype != jnp.float32:
+        return NotImplemented
+    loss, value, u = fused("exact", z, y, v[None])
+    return loss, value[0], u[0]
 
 
 def fused(kind, z, y, v=None, dtype=jnp.float32, interpret=False):

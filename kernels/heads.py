@@ -23,14 +23,17 @@ ROWS, SUMMED = 4, 16  # positions that a program goes through; the same where it
 WARPS = 2
 
 
-def heads(counts, x, *norms):
-    """q [B, T, H, 2, K/2] and k, v [B, T, G, 2, K/2] from x [B, T, H + 2 G, 2, K/2], in its dtype.
-
-    counts: H, G, G. norms: a scale and a bias for q, [H, 2, K/2], and for k, [G, 2, K/2], or nothing.
-    """
-    if x.dtype == jnp.bfloat16 and jax.default_backend() == "gpu":
-        return fused(counts, False, x, *norms)
-    return plain(counts, x, *norms)
+def queries_keys_values_kernel(network, p, x):
+    """model.queries_keys_values on a GPU, in bfloat16: one product for all three, then one kernel."""
+    if network.dtype != "bfloat16":
+        return NotImplemented
+    (B, T, _), H, G = x.shape, network.n_heads, network.n_kv_heads
+    K = network.d_model // H
+    split = lambda a: a.reshape(*a.shape[:-1], -1, 2, K // 2)
+    w = jnp.concatenate([p["wq"], p["wk"], p["wv"]], axis=1).astype(jnp.bfloat16)
+    names = ("q_scale", "q_bias", "k_scale", "k_bias") if network.qk_norm else ()
+    made = fused((H, G, G), False, split(x.astype(jnp.bfloat16) @ w), *(split(p[name]) for name in names))
+    return tuple(a.reshape(B, T, -1, K) for a in made)
 
 
 def row(turn, size, inside, x, *norm):

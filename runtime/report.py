@@ -20,7 +20,7 @@ def table_row(row):
 
 def opening(run, corpus):
     """Says what is about to run."""
-    config, network = run.config, run.settings.model
+    config, network = run.config, run.settings.network
     print(" ".join(f"{name}={value}" for name, value in run.values.items()))
     used, idle = run.mesh.size, jax.device_count() - run.mesh.size
     device = f"{used} x {jax.devices()[0].device_kind}"

@@ -1,0 +1,301 @@
+"""The update rules: AdamW, Muon and SOAP, each as an optax transformation.
+
+    AdamW:  θ - lr m / √v                     m, v: running means of the gradient g and of g²
+    Muon:   θ - lr √max(1, out/in) U Vᵀ       U S Vᵀ: the running mean of a matrix's gradient
+    SOAP:   θ - lr Q_L (m / √v) Q_Rᵀ          Adam in the eigenbases Q of Shampoo's factors
+
+An optax transformation is a pair of functions. `init(params)` returns its state;
+`update(grads, state, params)` returns the step, which is to be added to the parameters, and the next
+state. `optax.chain` applies several in a row.
+
+The baselines use these rules on the loss (baselines.py), Gauss-Newton uses Muon or AdamW on its
+quadratic model (gn.py). A number such as lr may be traced, so one compiled program serves all values.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import model
+from runtime import parallel
+
+# ---- which parameters are treated alike ----------------------------------------------------------
+
+
+def groups(params):
+    """Muon's groups: "muon" for the matrices inside the blocks, "adamw" for all else."""
+    blocks = {name: "muon" if name in model.MATRICES else "adamw" for name in params["blocks"]}
+    return jax.tree.map(lambda _: "adamw", params) | {"blocks": blocks}
+
+
+def is_matrix(params):
+    """True for a matrix, embedding and head included, False for norms: what weight decay reaches."""
+    blocks = {name: name in model.MATRICES for name in params["blocks"]}
+    others = {"embedding": True, "final_norm": False, "head": True}
+    return others | {"blocks": blocks}
+
+
+# ---- AdamW and Muon ------------------------------------------------------------------------------
+
+
+def clip_by_norm(limit):
+    """Scales a gradient down to the norm `limit`, over all its arrays; 0 = never."""
+    return optax.clip_by_global_norm(jnp.where(limit > 0, limit, jnp.inf))
+
+
+def adamw(lr, b1, b2, weight_decay, clip):
+    """AdamW on all parameters; b1, b2: decays of the running means m and v."""
+    rule = optax.adamw(lr, b1, b2, weight_decay=weight_decay, mask=is_matrix)
+    return optax.chain(clip_by_norm(clip), rule)
+
+
+def muon(lr, momentum, weight_decay, clip, dtype="float32"):
+    """Muon on the matrices inside the blocks, AdamW on the rest; dtype: of Newton-Schulz's products.
+
+    optax.contrib.muon does the same. It is taken apart here so that Newton-Schulz alone is rounded to
+    bfloat16, and runs on a few large stacks of matrices, which the devices share.
+    """
+    matrices = optax.chain(
+        clip_by_norm(clip),
+        nesterov(momentum),
+        orthogonalize(dtype),
+        optax.add_decayed_weights(weight_decay),
+        optax.scale_by_learning_rate(lr),
+    )
+    others = adamw(lr, 0.9, 0.999, weight_decay, clip)
+    return optax.partition({"muon": matrices, "adamw": others}, groups)
+
+
+def nesterov(b):
+    """Nesterov momentum: b m / (1 - b^(t+1)) + (1 - b) g / (1 - b^t) at update t = 1, 2, ...
+
+    m is the running mean of the gradient g with decay b. It starts at zero; the divisions undo that.
+    """
+
+    def update(g, state, params=None):
+        t = state.count + 1
+        m = optax.tree.update_moment(g, state.ema, b, 1)
+        g_unbiased = optax.tree.bias_correction(g, b, t)
+        m_unbiased = optax.tree.bias_correction(m, b, t + 1)
+        ahead = optax.tree.update_moment(g_unbiased, m_unbiased, b, 1)
+        return ahead, optax.EmaState(t, m)
+
+    return optax.GradientTransformation(optax.ema(b).init, update)
+
+
+def orthogonalize(dtype):
+    """Turns each matrix U S Vᵀ of a tree of stacks [L, in, out] into √max(1, out/in) U Vᵀ, about.
+
+    Newton-Schulz does it without a decomposition: five times m <- a m + b (m mᵀ) m + c (m mᵀ)² m, an
+    odd polynomial that takes each singular value to between 0.7 and 1.2. It is optax's; lr -1 and no
+    momentum leave nothing but this step and the factor.
+    """
+    axes = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+    rule = optax.contrib.muon(
+        -1.0, beta=0.0, nesterov=False, muon_weight_dimension_numbers=lambda _: axes
+    )
+
+    def of_stack(matrices):
+        step, _ = rule.update(matrices, rule.init(matrices), matrices)
+        return step
+
+    def update(momentum, params):
+        rounded = momentum
+        if dtype == "bfloat16":
+            rounded = optax.tree.cast(momentum, jnp.bfloat16)
+        stacks = join_by_shape(rounded)
+        steps = jax.tree.map(parallel.shared(of_stack), stacks)
+        (steps,) = jax.linear_transpose(join_by_shape, rounded)(steps)  # takes the stacks apart
+        return optax.tree.cast_like(steps, momentum)
+
+    return optax.stateless(update)
+
+
+def join_by_shape(tree):
+    """{(in, out): [n, in, out]}: all matrices of one shape in one stack, which is quicker."""
+    stacks = {}
+    for a in jax.tree.leaves(tree):
+        stacks.setdefault(a.shape[1:], []).append(a)
+    return {shape: jnp.concatenate(arrays) for shape, arrays in stacks.items()}
+
+
+# ---- SOAP (Vyas et al. 2024) ---------------------------------------------------------------------
+#
+#     L <- b2 L + (1 - b2) g gᵀ,   R <- b2 R + (1 - b2) gᵀ g     Shampoo's factors of a gradient g [m, n]
+#     Q_L, Q_R: their eigenvectors, refreshed by a step of power iteration, Q <- QR(L Q)
+#     g' = Q_Lᵀ g Q_R;   m <- b1 m + (1 - b1) g',   v <- b2 v + (1 - b2) g'²;   step: Q_L (m / √v) Q_Rᵀ
+
+
+class SoapState(NamedTuple):
+    """SOAP's state of one parameter, [m, n] or a stack [L, m, n].
+
+    None in place of a factor and its eigenvectors: that side is not rotated.
+    """
+
+    m: jax.Array  # running mean of g', in the eigenbasis
+    v: jax.Array  # running mean of g'², in the eigenbasis
+    factors: tuple  # (L, R)
+    Q: tuple  # (Q_L, Q_R), eigenvectors in columns, the largest eigenvalue first
+
+
+def soap(lr, b1, b2, weight_decay, clip, frequency, largest):
+    """SOAP on every matrix, each layer's by itself, and Adam on the rest."""
+    return optax.chain(
+        clip_by_norm(clip),
+        scale_by_soap(b1, b2, frequency, largest),
+        optax.add_decayed_weights(weight_decay, mask=is_matrix),
+        optax.scale_by_learning_rate(lr),
+    )
+
+
+def scale_by_soap(b1, b2, frequency, largest):
+    """SOAP without a learning rate.
+
+    frequency: updates from one refresh of the eigenvectors to the next; largest: a side of a matrix
+    that is longer than this is not rotated.
+    """
+
+    def start(a, rotates):
+        def eye(d):
+            identity = jnp.eye(d, dtype=a.dtype)
+            return jnp.broadcast_to(identity, (*a.shape[:-2], d, d))
+
+        sides = a.shape[-2:] if rotates else ()
+        Q = tuple(eye(d) if d <= largest else None for d in sides) or (None, None)
+        factors = jax.tree.map(jnp.zeros_like, Q)
+        return SoapState(jnp.zeros_like(a), jnp.zeros_like(a), factors, Q)
+
+    def init(params):
+        count = jnp.zeros((), jnp.int32)
+        return count, jax.tree.map(start, params, is_matrix(params))
+
+    def update(grads, state, params=None):
+        n, states = state
+        results = jax.tree.map(partial(soap_step, b1, b2, frequency, n), grads, states)
+        steps = jax.tree.map(lambda _, result: result[0], grads, results)
+        states = jax.tree.map(lambda _, result: result[1], grads, results)
+        return steps, (n + 1, states)
+
+    return optax.GradientTransformation(init, update)
+
+
+def soap_step(b1, b2, frequency, n, g, state):
+    """SOAP's step of one parameter, without -lr, and its next state; g: gradient n = 0, 1, ...
+
+    As in its authors' code, gradient 0 makes the first eigenvectors and no step, and no gradient is
+    rotated by eigenvectors that it had a part in.
+    """
+    rotated = rotate(g, state.Q)
+    m = jnp.where(n == 0, 0, b1 * state.m + (1 - b1) * rotated)
+    v = jnp.where(n == 0, 0, b2 * state.v + (1 - b2) * rotated * rotated)
+    without_bias = jnp.sqrt(1 - b2**n) / (1 - b1 ** jnp.maximum(n, 1))
+    step = without_bias * rotate_back(m / (jnp.sqrt(v) + 1e-8), state.Q)
+
+    L, R = state.factors
+    if L is not None:
+        L = b2 * L + (1 - b2) * product(g, g.mT)
+    if R is not None:
+        R = b2 * R + (1 - b2) * product(g.mT, g)
+    factors = (L, R)
+
+    def first():
+        return jax.tree.map(eigenvectors, factors), v
+
+    def refreshed():
+        return power_iteration(state.Q, v, factors)
+
+    def kept():
+        return state.Q, v
+
+    def later():
+        return jax.lax.cond(n % frequency == 0, refreshed, kept)
+
+    Q, v = jax.lax.cond(n == 0, first, later)
+    m = rotate(rotate_back(m, state.Q), Q)  # m is carried into the new basis
+    return step, SoapState(m, v, factors, Q)
+
+
+product = partial(jnp.matmul, precision="highest")  # else Q loses its orthogonality on a GPU
+
+
+def rotate(x, Q):
+    """Q_Lᵀ x Q_R."""
+    Q_L, Q_R = Q
+    if Q_L is not None:
+        x = product(Q_L.mT, x)
+    if Q_R is not None:
+        x = product(x, Q_R)
+    return x
+
+
+def rotate_back(x, Q):
+    """Q_L x Q_Rᵀ."""
+    return rotate(x, jax.tree.map(jnp.matrix_transpose, Q))
+
+
+def power_iteration(Q, v, factors):
+    """One step of it on each side: Q <- QR(F Q), columns by falling eigenvalue, v in their order."""
+    Q = list(Q)
+    for side, F in enumerate(factors):
+        if F is not None:
+            FQ = product(F, Q[side])
+            eigenvalues = jnp.sum(Q[side] * FQ, axis=-2)  # diag(Qᵀ F Q), [.., d]
+            order = jnp.argsort(-eigenvalues, axis=-1)
+            FQ = jnp.take_along_axis(FQ, order[..., None, :], axis=-1)
+            Q[side] = one_by_one(lambda A: jnp.linalg.qr(A)[0], FQ)
+            v = jnp.take_along_axis(v, jnp.expand_dims(order, -1 - side), axis=side - 2)
+    return tuple(Q), v
+
+
+def eigenvectors(F):
+    """The eigenvectors of F, [.., d, d], in columns, the largest eigenvalue first."""
+    return one_by_one(lambda A: jnp.linalg.eigh(A)[1][:, ::-1], F)
+
+
+def one_by_one(f, a):
+    """f of a matrix, or of each of a stack; batches of LAPACK's calls hang on a CPU of few cores."""
+    if a.ndim == 2:
+        return f(a)
+    return jax.lax.map(f, a)
+
+
+# ---- learning rates and averages over time -------------------------------------------------------
+
+
+def progress(x, start=0.0):
+    """How far x is on its way from `start` to 1: 0 before, 1 after."""
+    return jnp.clip((x - start) / (1 - start), 0, 1)
+
+
+def cosine(x):
+    """Half a cosine: 1 at x = 0, 0 at x = 1."""
+    return (1 + jnp.cos(jnp.pi * x)) / 2
+
+
+def rise(step, steps):
+    """A linear rise over `steps` steps, the first of which is step 0: 1 from step steps - 1 on."""
+    return jnp.minimum(1, (step + 1) / jnp.maximum(1, steps))
+
+
+def update_average(average, params, tau):
+    """The weight average after one more step, τ average + (1 - τ) params; None if there is none."""
+    if average is None:
+        return None
+    return optax.incremental_update(params, average, 1 - tau)
+
+
+def weights(state):
+    """The weights to evaluate, of any method's State: the average where there is one."""
+    return state.params if state.average is None else state.average
+
+
+def scale_matrices(params, factor):
+    """The parameters with every matrix times a factor."""
+
+    def scale(a, matrix):
+        return factor * a if matrix else a
+
+    return jax.tree.map(scale, params, is_matrix(params))
