@@ -1,35 +1,31 @@
 """Full Gauss-Newton (Algorithm 1): minimize a quadratic model of the loss, then search along the step.
 
-At the present parameters θ_t the network f is replaced by its linearization, and the loss ℓ by its
-second-order expansion in the logits z. With δ = θ - θ_t, z = f(θ_t) and J = ∂f/∂θ at θ_t:
+Around the present parameters θ_t the network f is replaced by its linearization, and the loss ℓ by its
+second-order expansion in the logits. With δ = θ - θ_t, z = f(θ_t) and J = ∂f/∂θ at θ_t:
 
-    L2(θ_t + δ) = ℓ(z) + g·v + ½ v·Hv,     v = J δ,  g = ∇ℓ(z),  H = ∇²ℓ(z)      (Section 4.3)
-    ∇L2 = Jᵀ(g + H v) = ∇L(θ_t) + G δ,     G = Jᵀ H J                            (Appendix B)
+    L2(θ_t + δ) = ℓ(z) + g·v + ½ v·Hv,     v = J δ,  g = ∇ℓ(z),  H = ∇²ℓ(z)         (Section 4.3)
+    ∇L2 = Jᵀ(g + H v) = ∇L(θ_t) + G δ,     G = Jᵀ H J                               (Appendix B)
 
-Its minimum is at δ = -G⁻¹ ∇L(θ_t), the Gauss-Newton update. G stands for the Hessian of the loss, which
-is G + Σᵢ gᵢ ∇²fᵢ: G leaves out the curvature of the network itself, each output's weighted by its
-residual gᵢ. For cross-entropy g = p - onehot(y) and H = diag(p) - p pᵀ, with p = softmax(z). This H is
-positive semi-definite, so G is too, and L2 is convex; a quadratic model with the Hessian need not be.
+L2 is least at δ = -G⁻¹ ∇L(θ_t): the Gauss-Newton update. Newton's method has the Hessian of the loss in
+place of G. The Hessian is G + Σ gᵢ ∇²fᵢ, a sum over the logits: G leaves out the curvature of the network
+itself. What it keeps has no negative direction. For cross-entropy g = p - onehot(y) and H = diag(p) - p pᵀ
+with p = softmax(z); H is positive semi-definite, so G is, and L2 is convex where Newton's model may not be.
 
-Neither J nor G is ever formed. JAX gives two functions instead:
+Neither J nor G is ever formed. JAX gives products with them as functions:
+    pushforward, δ -> J δ: `jax.linearize(f, θ_t)` returns f(θ_t) and this function;
+    pullback, u -> Jᵀ u: `jax.linear_transpose` turns the pushforward into it. u, an array like z, is
+    called a cotangent.
 
-    the pushforward δ -> J δ:      `jax.linearize(f, θ_t)` returns f(θ_t) and the pushforward
-    the pullback    u -> Jᵀ u:     `jax.linear_transpose(pushforward, ..)` returns the pullback
+An outer step reads a batch, as N inner batches, and takes N steps of Muon on L2, each on the next inner
+batch. The mean of the inner batches' L2 is the L2 of the batch. So this is stochastic optimization of a
+convex quadratic: the more steps and the smaller the last ones, the closer to -G⁻¹ ∇L of the batch.
 
-u is called a cotangent: an array like z, as v is a change of z.
-
-An outer step reads a batch, in N inner batches. It takes N steps of Muon on L2, each on its own inner
-batch. The mean of the inner batches' L2 is the batch's L2, so this is stochastic gradient descent on
-one convex quadratic. It approaches -G⁻¹ ∇L of the batch as steps are added and the learning rate falls.
-
-gn_prox.py replaces `quadratic` and layerwise_gn.py `value_and_grad`; all else is as here.
-
-| paper                               | here                | what                                    |
-| θ_t, θ, δ                           | theta0, theta, delta| trees of parameters                     |
-| f(θ_t), J δ                         | z, v                | [c, V], for c tokens                    |
-| ∇ℓ(z), ∇²ℓ(z) v, their sum          | g, Hv, u            | the same                                |
-| what the head reads                 | h, dh, h_bar        | [B, T, D]: value, change, cotangent     |
-| outer and inner step                | t, k                |                                         |
+    paper                            code                   shape
+    θ_t, θ, δ                        theta0, theta, delta   trees of parameters
+    f(θ_t), J δ                      z, v                   [c, V], for c tokens and V words
+    ∇ℓ(z), ∇²ℓ(z) v, and their sum   g, Hv, u               [c, V]
+    below the head                   h, dh, h_bar           [B, T, D]: value, change, cotangent
+    outer step, inner step           t, k                   of T and N
 """
 
 from dataclasses import dataclass
@@ -48,14 +44,14 @@ from optimizers import cosine, progress, rise
 from runtime import parallel
 from runtime.flags import check_choice, check_range, traced
 
-SCHEDULES = {  # how the learning rate falls, by how far the run and the outer step are, from 0 to 1
+SCHEDULES = {  # how the learning rate falls; run, inner: how far the run and its outer step are, 0 to 1
     "constant+inner cosine": lambda run, inner: cosine(inner),
     "global cosine": lambda run, inner: cosine(run),
     "global+inner cosine": lambda run, inner: cosine(run) * cosine(inner),
     "constant": lambda run, inner: 1.0,
 }
 
-INNER_OPTIMIZERS = {  # optax transformations; lr: of one inner step, c: the Config
+INNER_OPTIMIZERS = {  # optax transformations; lr: of this inner step, c: the Config
     "muon": lambda lr, c: optimizers.muon(lr, c.momentum, c.weight_decay, c.clip, c.network.dtype),
     "adamw": lambda lr, c: optimizers.adamw(lr, c.momentum, 0.999, c.weight_decay, c.clip),
 }
@@ -64,21 +60,21 @@ INNER_OPTIMIZERS = {  # optax transformations; lr: of one inner step, c: the Con
 @traced
 @dataclass(frozen=True)
 class LineSearch:
-    """The sizes of a run, which train.py fills in, and the settings of a line search."""
+    """The sizes of a run, filled in by train.py, and the settings of a line search."""
 
     network: model.Config
     inner_steps: int  # inner batches in a batch, N
-    outer_steps: int  # outer steps of the run
+    outer_steps: int  # outer steps of the run, T
     inner_tokens: int = 0  # tokens in an inner batch
-    model: Any = model  # the module that defines the network, model.py or another with its functions
+    model: Any = model  # the module that defines the network: model.py, or one of your own
     line_search: int = 5  # step sizes α = 2^(-i/2) tried on fresh tokens (Appendix D); 0 = α is 1
-    # about how many fresh tokens a line search reads; 0 = as many as the batch has (Algorithm 1)
+    # fresh tokens that a line search reads, about; 0 = as many as the batch has (Algorithm 1)
     line_search_tokens: int = 0
     guard: bool = True  # refuse a step when no step size beats θ_t; false = as in the paper
 
     @property
     def fresh_batches(self):
-        """Inner batches of fresh tokens that an outer step's line search reads."""
+        """Inner batches of fresh tokens that the line search of an outer step reads."""
         if not self.line_search:
             return 0
         if not self.line_search_tokens:
@@ -93,20 +89,20 @@ class LineSearch:
 @traced
 @dataclass(frozen=True)
 class Config(LineSearch):
-    """Settings of Gauss-Newton."""
+    """Settings of Gauss-Newton. App. H: the paper's Appendix H, which lists what was tried."""
 
-    lr: float = 0.01  # peak learning rate of the inner optimizer, per inner step (App. H: 0.001-0.1)
+    lr: float = 0.01  # peak learning rate of the inner optimizer (App. H: 0.001 to 0.1)
     # constant+inner cosine | global cosine | global+inner cosine | constant (Appendix D)
     schedule: str = "constant+inner cosine"
-    warmup: float = 0.0  # fraction of the run in which lr rises linearly (Appendix H: 0 or 0.2)
-    inner_warmup: float = 0.0  # the same, of each outer step's inner steps (Appendix H: 0 or 0.2)
+    warmup: float = 0.0  # fraction of the run in which lr rises linearly (App. H: 0 or 0.2)
+    inner_warmup: float = 0.0  # the same, of each outer step's inner steps (App. H: 0 or 0.2)
     inner: str = "muon"  # muon | adamw: the inner optimizer (Section 5.1)
-    momentum: float = 0.95  # decay of its running mean of gradients, per inner step (Appendix H)
-    weight_decay: float = 0.001  # decay of every matrix, times lr, per inner step (App. H: 0, 0.001)
-    damping: float = 0.0  # λ of ½ λ |θ - θ_t|², added to L2 (Appendix H, loss weight decay: 0-0.1)
-    parameter_weight_decay: float = 0.0  # decay of every matrix, per outer step (App. H: 0 to 0.1)
-    # decay τ of the weight average, per inner step (Appendix H); default 0.999, but 0 (no average)
-    # with a line search
+    momentum: float = 0.95  # decay of its running mean of gradients, per inner step (App. H)
+    weight_decay: float = 0.001  # of every matrix, times lr, per inner step (App. H: 0 or 0.001)
+    damping: float = 0.0  # λ of ½ λ |δ|², added to L2 (App. H, loss weight decay: 0 to 0.1)
+    parameter_weight_decay: float = 0.0  # of every matrix, per outer step (App. H: 0 to 0.1)
+    # decay τ of the weight average, per inner step, 0 = none (App. H); default 0.999, with a line
+    # search 0
     average: float = None
     clip: float = 1.0  # largest gradient norm of an optimizer group, per inner step; 0 = any
 
@@ -115,6 +111,7 @@ class Config(LineSearch):
             object.__setattr__(self, "average", 0.0 if self.line_search else 0.999)
 
     def check(self):
+        """Raises ValueError where a setting is out of its range."""
         super().check()
         check_choice(self, "schedule", SCHEDULES)
         check_choice(self, "inner", INNER_OPTIMIZERS)
@@ -145,36 +142,37 @@ def inner_optimizer(lr, config):
 def init(params, config):
     """State at the first outer step, from parameters θ_0.
 
-    No two of its arrays share memory: `inner_step` writes its result where its state lay.
+    No two of its arrays share memory, because `inner_step` writes each result where its state lay.
     """
-    theta = jax.tree.map(jnp.copy, params)
-    average = jax.tree.map(jnp.copy, params) if config.average else None
+    params, theta, average = (jax.tree.map(jnp.copy, params) for _ in range(3))
     opt = inner_optimizer(0.0, config).init(params)
-    t, k = jnp.zeros((2,), jnp.int32)
-    loss, inner_loss = jnp.zeros((2,), params["head"].dtype)
-    return State(jax.tree.map(jnp.copy, params), theta, average, opt, t, k, loss, inner_loss)
+    t, k = jnp.zeros(2, jnp.int32)
+    loss, inner_loss = jnp.zeros(2, params["head"].dtype)
+    return State(params, theta, average if config.average else None, opt, t, k, loss, inner_loss)
 
 
-# ---- the objective -------------------------------------------------------------------------------
+# ---- the objective and its gradient --------------------------------------------------------------
 
 
 @on_gpu(quadratic_kernel)
 def quadratic(z, v, y, loss=model.cross_entropy):
-    """The loss, its expansion L2 at the change v of the logits, and L2's gradient g + H v there.
+    """ℓ at θ_t, L2 at θ_t + δ, and g + H v, the gradient of L2 in the logits.
 
-    z: logits f(θ_t), [c, V]; v: J δ, [c, V]; y: labels, int32 [c]; loss(z, y): a sum over the c
-    tokens, convex in z. Returns two numbers and [c, V].
+    z: f(θ_t), [c, V]; v: J δ, [c, V]; y: labels, int32 [c]; loss(z, y): a sum over c tokens, convex
+    in z. Returns two numbers, sums over tokens, and [c, V].
     """
-    v = v.astype(z.dtype)  # it may be rounded
+    v = v.astype(z.dtype)  # it may come rounded from a matrix product
     ell = loss(z, y)
-    g, Hv = jax.jvp(jax.grad(partial(loss, y=y)), (z,), (v,))  # ∇ℓ(z), and its change with z
-    return ell, ell + jnp.vdot(g, v) + jnp.vdot(v, Hv) / 2, g + Hv
+    gradient = jax.grad(partial(loss, y=y))
+    g, Hv = jax.jvp(gradient, (z,), (v,))  # ∇ℓ at z, and how it changes when z changes by v
+    L2 = ell + jnp.vdot(g, v) + jnp.vdot(v, Hv) / 2
+    return ell, L2, g + Hv
 
 
 def value_and_grad(theta0, delta, tokens, config, objective=quadratic):
-    """The loss at θ_t, the objective at θ_t + δ, and the objective's gradient in the parameters.
+    """ℓ at θ_t, L2 at θ_t + δ, and the gradient of L2 in the parameters: means over tokens.
 
-    tokens: int32 [B, T+1]. All three are means over the tokens to predict.
+    tokens: int32 ids [B, T+1]; objective: `quadratic` or another function of its kind.
     """
     model, network = config.model, config.network
     x, y = model.inputs_and_labels(tokens)
@@ -184,27 +182,28 @@ def value_and_grad(theta0, delta, tokens, config, objective=quadratic):
     dh = push(delta)
 
     # Across: the head and the loss, a few tokens at a time.
-    head_both_ways = model.head_both_ways(network, theta0, delta)
+    head = model.head_both_ways(network, theta0, delta)
 
     def across(h, dh, y):
-        z, v, pull_head = head_both_ways(h, dh)  # z = f(θ_t), v = J δ
-        loss, value, u = objective(z, v, y)  # u = g + H v
+        z, v, pull_head = head(h, dh)  # z = f(θ_t), v = J δ
+        ell, L2, u = objective(z, v, y)  # u = g + H v
         h_bar, head_grad = pull_head(u)
-        return h_bar, (loss, value, head_grad)
+        return h_bar, (ell, L2, head_grad)
 
-    h_bar, (loss, value, head_grad) = model.over_tokens(network, across, h, dh, y)
+    h_bar, (ell, L2, head_grad) = model.over_tokens(network, across, h, dh, y)
 
     # Down: pull the cotangent back through the same linear map, Jᵀ u.
-    (grad,) = jax.linear_transpose(push, theta0)(h_bar)
+    pull = jax.linear_transpose(push, theta0)
+    (grad,) = pull(h_bar)
     grad = grad | head_grad
-    return jax.tree.map(lambda total: total / y.size, (loss, value, grad))
+    return jax.tree.map(lambda total: total / y.size, (ell, L2, grad))
 
 
 # ---- the inner loop ------------------------------------------------------------------------------
 
 
 def learning_rate(t, k, config):
-    """Learning rate of inner step k of outer step t (Appendix D): a pure function of both."""
+    """Learning rate of inner step k of outer step t (Appendix D)."""
     T, N = config.outer_steps, config.inner_steps
     run = progress((t + k / N) / T, config.warmup)
     inner = progress(k / N, config.inner_warmup)
@@ -216,16 +215,16 @@ def learning_rate(t, k, config):
 
 @partial(parallel.jit, static_argnames="value_and_grad", donate_argnames="state")
 def inner_step(state, tokens, config, value_and_grad=value_and_grad):
-    """The State after one step of the inner optimizer on one inner batch, int32 [B, T+1].
+    """The State after one step of the inner optimizer on an inner batch, int32 [B, T+1].
 
-    "donate" gives the memory of the argument to the result: the old state cannot be used again.
+    The state is donated: its memory goes to the result, and it cannot be used again.
     """
     delta = jax.tree.map(jnp.subtract, state.theta, state.params)
-    mean = parallel.mean(partial(value_and_grad, config=config))  # over the devices
-    loss, value, grad = mean(state.params, delta, tokens)
+    mean_over_devices = parallel.mean(partial(value_and_grad, config=config))
+    ell, L2, grad = mean_over_devices(state.params, delta, tokens)
 
-    # The damping ½ λ |δ|², whose gradient is λ δ.
-    value += config.damping / 2 * optax.tree.norm(delta, squared=True)
+    # Damping adds ½ λ |δ|² to L2, and λ δ to its gradient.
+    L2 += config.damping / 2 * optax.tree.norm(delta, squared=True)
     grad = jax.tree.map(lambda g, d: g + config.damping * d, grad, delta)
 
     optimizer = inner_optimizer(learning_rate(state.t, state.k, config), config)
@@ -234,16 +233,8 @@ def inner_step(state, tokens, config, value_and_grad=value_and_grad):
     average = state.average
     if not config.line_search:
         average = optimizers.update_average(average, theta, config.average)
-    return State(
-        params=state.params,
-        theta=theta,
-        average=average,
-        opt=opt,
-        t=state.t,
-        k=state.k + 1,
-        loss=state.loss + loss,
-        inner_loss=state.inner_loss + value,
-    )
+    state = state._replace(loss=state.loss + ell, inner_loss=state.inner_loss + L2)
+    return state._replace(theta=theta, average=average, opt=opt, k=state.k + 1)
 
 
 # ---- the line search and the move ----------------------------------------------------------------
@@ -252,86 +243,82 @@ def inner_step(state, tokens, config, value_and_grad=value_and_grad):
 def between(theta0, theta, alpha):
     """θ_t + α (θ - θ_t); exactly θ_t at α = 0, even where θ is not finite."""
 
-    def of_array(a, b):
+    def point(a, b):
         return jnp.where(alpha == 0, a, a + alpha * (b - a))
 
-    return jax.tree.map(of_array, theta0, theta)
+    return jax.tree.map(point, theta0, theta)
 
 
 @jax.jit
 def losses(theta0, theta, alphas, tokens, config):
-    """The loss at θ_t + α (θ - θ_t) on an inner batch, for each α of alphas [A]: [A].
+    """The loss at θ_t + α (θ - θ_t), for each α of alphas [A], on an inner batch: [A].
 
-    It is infinite where a weight is not finite.
+    It is infinite if a weight of θ is not finite and α is not 0.
     """
-    finite = jnp.array([jnp.isfinite(a).all() for a in jax.tree.leaves(theta)]).all()
+    is_finite = [jnp.isfinite(a).all() for a in jax.tree.leaves(theta)]
+    all_finite = jnp.array(is_finite).all()
     mean_loss = parallel.mean(partial(config.model.loss, config.network))
 
     def loss_at(alpha):
         loss = mean_loss(between(theta0, theta, alpha), tokens)
-        return jnp.where(finite | (alpha == 0), loss, jnp.inf)
+        return jnp.where(all_finite | (alpha == 0), loss, jnp.inf)
 
     return jax.lax.map(loss_at, alphas)
 
 
 def line_search(theta0, theta, fresh, config):
-    """The step size α of the smallest loss on the fresh tokens: 2^(-i/2), i < line_search.
+    """The α of 2^(-i/2), i < line_search, with the smallest loss on fresh tokens.
 
-    With the guard it is 0 where none is better than θ_t. fresh(k): an inner batch, int32 [B, T+1],
-    for k < fresh_batches. A loss that is not finite counts as infinite.
+    0 where the guard is on and none of them is better than θ_t. fresh(k), k < fresh_batches: an
+    inner batch, int32 [B, T+1]. A loss that is not finite counts as infinite.
     """
     alphas = 2.0 ** (-jnp.arange(config.line_search) / 2)
     if config.guard:
-        alphas = jnp.concatenate([jnp.zeros(1), alphas])  # first, so that a tie refuses the step
+        alphas = jnp.append(0.0, alphas)  # argmin takes the first of equals: θ_t stays
     total = jnp.zeros_like(alphas)
     for k in range(config.fresh_batches):
-        more = losses(theta0, theta, alphas, fresh(k), config)
-        total = jax.block_until_ready(total) + more  # waits for the batch before: one is in flight
+        batch_losses = losses(theta0, theta, alphas, fresh(k), config)
+        # Waiting for the batch before means that never more than one is on the device.
+        total = jax.block_until_ready(total) + batch_losses
     total = jnp.where(jnp.isfinite(total), total, jnp.inf)
     return alphas[jnp.argmin(total)]
 
 
 @parallel.jit
 def move(state, alpha, config):
-    """The State at the next outer step, at θ_{t+1} = θ_t + α (θ - θ_t).
+    """The State at the start of the next outer step, at θ_{t+1} = θ_t + α (θ - θ_t).
 
-    The next inner loop goes on from θ with its momentum, not from θ_{t+1}: Section 5.1 found that this
-    helps. θ is where the inner optimizer stands, and its momentum belongs there; α only says how far
-    the weights that count may follow. A refused step (α = 0) is different: its θ is bad, so the next
-    loop starts from θ_t without momentum.
+    The next inner loop starts from θ, not from θ_{t+1} (Section 5.1): θ is where the inner optimizer
+    has come to, and its momentum belongs to it. α decides only which weights count. After a refused
+    step (α = 0) it starts from θ_t, without momentum, since θ was worse than that.
     """
     params = between(state.params, state.theta, alpha)
-    no_momentum = inner_optimizer(0.0, config).init(params)
     refused = alpha == 0
-
-    def where_refused(new, old):
-        return jax.tree.map(partial(jnp.where, refused), new, old)
-
-    theta = where_refused(params, state.theta)
-    opt = where_refused(no_momentum, state.opt)
-
-    # Both decay, or the next step would undo it.
     keep = jnp.where(refused, 1, 1 - config.parameter_weight_decay)
+    opt_anew = inner_optimizer(0.0, config).init(params)
+    select = partial(jnp.where, refused)
+    theta = jax.tree.map(select, params, state.theta)
+    opt = jax.tree.map(select, opt_anew, state.opt)
     params = optimizers.scale_matrices(params, keep)
-    theta = optimizers.scale_matrices(theta, keep)
-
+    theta = optimizers.scale_matrices(theta, keep)  # or the next step would undo the decay
     average = state.average
-    if config.line_search:  # of θ_t then, and an outer step counts as its N inner steps
-        average = optimizers.update_average(average, params, config.average**config.inner_steps)
-    zero = jnp.zeros_like(state.loss)
-    return State(params, theta, average, opt, state.t + 1, jnp.zeros_like(state.k), zero, zero)
+    if config.line_search:  # one outer step counts as its N inner steps
+        tau = config.average**config.inner_steps
+        average = optimizers.update_average(average, params, tau)
+    k, loss, inner_loss = jax.tree.map(jnp.zeros_like, state[-3:])
+    return State(params, theta, average, opt, state.t + 1, k, loss, inner_loss)
 
 
 def update(state, batches, fresh, config, watch=lambda state: None, value_and_grad=value_and_grad):
     """One outer step of Algorithm 1: minimize L2 over a batch, search along the step, move.
 
-    batches(k), k < inner_steps, and fresh(k), k < fresh_batches: the k-th inner batch, int32
-    [B, T+1]; watch(state) is called after each inner step. Returns the next State, and metrics:
-    train_loss (at θ_t) and inner_loss (L2), in nats per token, means over the batch; lr of the first
-    inner step; alpha of the line search, 0 where the step was refused.
+    batches(k), k < inner_steps, and fresh(k), k < fresh_batches: an inner batch, int32 [B, T+1].
+    watch(state): called after each inner step. Returns the next State, and metrics: train_loss (ℓ at
+    θ_t) and inner_loss (L2), in nats per token, means over the batch; lr of the first inner step;
+    alpha, if there is a line search: 0 where it refused the step.
     """
     N = config.inner_steps
-    for k in range(int(state.k), N):  # a resumed run may begin inside
+    for k in range(int(state.k), N):  # a run that was stopped resumes at k
         state = inner_step(state, batches(k), config, value_and_grad)
         watch(state)
 

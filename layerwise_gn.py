@@ -70,28 +70,16 @@ def layer(network, p, h):
     """One layer with parameters p: int32 ids [B, T] or [B, T, D] -> [B, T, D]."""
     if "embedding" in p:
         return p["embedding"][h]
-    weights = {name: a for name, a in p.items() if name != "final_norm"}
-    h = model.block(network, weights, h)
-    if "final_norm" in p:
-        h = model.rms_norm(h, p["final_norm"])
+    p = dict(p)
+    final_norm = p.pop("final_norm", None)
+    h = model.block(network, p, h)
+    if final_norm is not None:
+        h = model.rms_norm(h, final_norm)
     return h
 
 
-def pullbacks(network, p, h):
-    """The layer's output at its input h, and its two pullbacks: to its parameters, to its input."""
-    out, pull = jax.vjp(partial(layer, network), p, h)
-
-    def to_params(u):
-        return pull(u)[0]
-
-    def to_input(u):
-        return pull(u)[1]
-
-    return out, to_params, to_input
-
-
 def transpose(f, like):
-    """The transpose of a linear function of arrays such as `like`."""
+    """The transpose of f, a linear function of one array that has the shape of `like`."""
 
     def transposed(u):
         (result,) = jax.linear_transpose(f, like)(u)
@@ -100,13 +88,15 @@ def transpose(f, like):
     return transposed
 
 
-def through(f, streams, n):
-    """The stack of streams with f of each of the first n in its place."""
+def map_first(f, streams, n):
+    """The stack of streams, where the first n are replaced by f of them."""
 
-    def replace_one(i, streams):
+    def replace(i, streams):
         return streams.at[i].set(f(streams[i]))
 
-    return jax.lax.fori_loop(0, n, replace_one, streams)
+    if n == 0:  # the embedding: no stream comes from below
+        return streams
+    return jax.lax.fori_loop(0, n, replace, streams)
 
 
 # ---- the objective -------------------------------------------------------------------------------
@@ -122,64 +112,77 @@ def value_and_grad(theta0, delta, tokens, config, objective=None):
     objective = objective or OBJECTIVES[config.objective]
     x, y = model.inputs_and_labels(tokens)
 
-    h, streams, pulls = up(network, theta0, delta, x)
-    h_bar, (loss, value, head_grad) = across(network, objective, theta0, delta, h, streams, y)
-    grad = down(pulls, h_bar) | head_grad
+    h, streams, layers = up(network, theta0, delta, x)
+    head = (theta0["head"], delta["head"])
+    streams, sums = across(network, objective, head, h, streams, y)
+    loss, value, head_grad = sums
+    grad = down(layers, streams) | head_grad
     return jax.tree.map(lambda total: total / y.size, (loss, value, grad))
 
 
 def up(network, theta0, delta, x):
-    """What the head reads, [B, T, D], its change with each layer's δ_l, and the layers' pullbacks.
+    """What the head reads, h [B, T, D]; how each layer's δ_l alone changes it; and the pullbacks.
 
-    The changes are one stack of streams, [L+1, B, T, D]. The transpose of a pullback is a pushforward,
-    since (Jᵀ)ᵀ = J: so one `jax.vjp` of a layer gives all four linear maps that are needed of it.
+    The changes are streams, stacked: [L+1, B, T, D]. The pullbacks are pairs, the lowest layer first:
+    from the layer's output to its parameters, and to its input.
     """
     h = x
-    pulls = []
-    for l, (p, dp) in enumerate(zip(split(theta0), split(delta), strict=True)):
-        h_below = h
-        h, to_params, to_input = pullbacks(network, p, h_below)
-        if l == 0:
+    pullbacks = []
+    layers = zip(split(theta0), split(delta), strict=True)
+    for i, (p, dp) in enumerate(layers):
+        h, pull = jax.vjp(partial(layer, network), p, h)
+
+        def to_params(u, pull=pull):
+            return pull(u)[0]
+
+        def to_input(u, pull=pull):
+            return pull(u)[1]
+
+        # The transpose of a pullback is a pushforward, as (Jᵀ)ᵀ = J. So one vjp gives all four maps.
+        own = transpose(to_params, h)  # the change of the parameters -> that of the output
+        through = transpose(to_input, h)  # the change of the input -> that of the output
+        if i == 0:
             streams = jnp.zeros((network.n_layers + 1, *h.shape), h.dtype)
-        else:
-            streams = through(transpose(to_input, h), streams, l)
-        own = transpose(to_params, h)
-        streams = streams.at[l].set(own(dp))
-        pulls.append((to_params, to_input))
-    return h, streams, pulls
+        streams = map_first(through, streams, i)
+        streams = streams.at[i].set(own(dp))
+        pullbacks.append((to_params, to_input))
+    return h, streams, pullbacks
 
 
-def across(network, objective, theta0, delta, h, streams, y):
-    """The cotangents of the streams, [L+1, B, T, D]; loss, value and the head's gradient, as sums.
+def across(network, objective, head, h, streams, y):
+    """The cotangents of the streams, and the sums of loss, value and the head's gradient.
 
-    The head is the last layer: its own stream starts and ends here.
+    head: the head's weights w and their change dw, [D, V]. The head is the last layer: the stream of
+    its own change starts and ends here.
     """
-    w = rounded(network, theta0["head"])
-    dw = rounded(network, delta["head"])
-    objective_of_each = jax.vmap(objective, in_axes=(None, 0, None))
+    w, dw = (rounded(network, a) for a in head)
+    for_each_stream = jax.vmap(objective, in_axes=(None, 0, None))
 
     def of_chunk(h, streams, y):
         streams = jnp.swapaxes(streams, 0, 1)  # [L+1, c, D]
         z = model.head(network, h, w)
-        losses, values, u = objective_of_each(z, product(network, streams, w), y)
-        loss, head_value, head_u = objective(z, product(network, h, dw), y)
-        value = loss + jnp.sum(values - losses) + (head_value - loss)
+        v = product(network, streams, w)
+        v_head = product(network, h, dw)
+        losses, values, u = for_each_stream(z, v, y)
+        loss, value_head, u_head = objective(z, v_head, y)
+
+        value = loss + jnp.sum(values - losses) + (value_head - loss)
         h_bar = product(network, u, w.T, h.dtype)
-        head_grad = product(network, h.T, head_u, h.dtype)
-        return jnp.swapaxes(h_bar, 0, 1), (loss, value, {"head": head_grad})
+        w_bar = product(network, h.T, u_head, h.dtype)
+        return jnp.swapaxes(h_bar, 0, 1), (loss, value, {"head": w_bar})
 
     streams = jnp.moveaxis(streams, 0, 2)  # [B, T, L+1, D]
     h_bar, sums = model.over_tokens(network, of_chunk, h, streams, y)
     return jnp.moveaxis(h_bar, 2, 0), sums
 
 
-def down(pulls, streams):
+def down(pullbacks, streams):
     """The gradient below the head: each stream of cotangents is pulled back to its own layer."""
-    grads = [None] * len(pulls)
-    for l, (to_params, to_input) in reversed(list(enumerate(pulls))):
-        grads[l] = to_params(streams[l])  # a stream ends where it began
-        if l > 0:
-            streams = through(to_input, streams, l)
+    grads = [None] * len(pullbacks)
+    for i in reversed(range(len(pullbacks))):
+        to_params, to_input = pullbacks[i]
+        grads[i] = to_params(streams[i])  # a stream ends where it began
+        streams = map_first(to_input, streams, i)
     return merge(grads)
 
 

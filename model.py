@@ -70,10 +70,17 @@ MATRICES = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")  # of a block; a
 
 def init(config, key):
     """Random parameters, float32: embedding with std 1, matrices with std 1/√in, norms at one."""
-    V, D, F, L = config.vocab_size, config.d_model, config.d_ff, config.n_layers
+    V, L = config.vocab_size, config.n_layers
+    D, F = config.d_model, config.d_ff
     D_kv = config.n_kv_heads * D // config.n_heads  # width of all keys, and of all values
-    shapes = {"wq": (D, D), "wk": (D, D_kv), "wv": (D, D_kv), "wo": (D, D)}
-    shapes |= {"w_up": (D, F), "w_down": (F, D)}
+    shapes = {
+        "wq": (D, D),
+        "wk": (D, D_kv),
+        "wv": (D, D_kv),
+        "wo": (D, D),
+        "w_up": (D, F),
+        "w_down": (F, D),
+    }
     if config.mlp == "swiglu":
         shapes["w_gate"] = (D, F)
     keys = iter(jax.random.split(key, len(shapes) + 2))
@@ -84,10 +91,13 @@ def init(config, key):
     blocks = {}
     for name, (n_in, n_out) in shapes.items():
         blocks[name] = normal(L, n_in, n_out) / n_in**0.5
-    blocks |= {"attention_norm": jnp.ones((L, D)), "mlp_norm": jnp.ones((L, D))}
+    blocks["attention_norm"] = jnp.ones((L, D))
+    blocks["mlp_norm"] = jnp.ones((L, D))
     if config.qk_norm:
-        blocks |= {"q_scale": jnp.ones((L, D)), "q_bias": jnp.zeros((L, D))}
-        blocks |= {"k_scale": jnp.ones((L, D_kv)), "k_bias": jnp.zeros((L, D_kv))}
+        blocks["q_scale"] = jnp.ones((L, D))
+        blocks["q_bias"] = jnp.zeros((L, D))
+        blocks["k_scale"] = jnp.ones((L, D_kv))
+        blocks["k_bias"] = jnp.zeros((L, D_kv))
     params = {"embedding": normal(V, D), "blocks": blocks, "final_norm": jnp.ones(D)}
     return params | {"head": normal(D, V) / D**0.5}
 
@@ -106,7 +116,8 @@ def rms_norm(x, scale):
 
 def layer_norm(x, scale, bias):
     """x less its mean, over its standard deviation, times scale, plus bias; shapes as above."""
-    return rms_norm(x - jnp.mean(x, axis=-1, keepdims=True), scale) + bias[None, None]
+    mean = jnp.mean(x, axis=-1, keepdims=True)
+    return rms_norm(x - mean, scale) + bias[None, None]
 
 
 def rotate(x):
@@ -115,10 +126,10 @@ def rotate(x):
     x: [B, T, heads, K]. The product of a query and a key then depends on how far apart they are.
     """
     T, half = x.shape[1], x.shape[3] // 2
-    period = 10_000.0 ** (jnp.arange(half) / half)  # [K/2], over 2π
-    angle = jnp.arange(T)[:, None] / period[None]  # [T, K/2]
-    cos = jnp.cos(angle).astype(x.dtype)[None, :, None]  # [1, T, 1, K/2]
-    sin = jnp.sin(angle).astype(x.dtype)[None, :, None]
+    positions_per_radian = 10_000.0 ** (jnp.arange(half) / half)  # [K/2]
+    angle = jnp.arange(T)[:, None] / positions_per_radian[None]  # [T, K/2]
+    angle = angle[None, :, None].astype(x.dtype)  # [1, T, 1, K/2]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
     a, b = jnp.split(x, 2, axis=-1)
     a_turned = a * cos - b * sin
     b_turned = a * sin + b * cos
@@ -137,7 +148,8 @@ def wide(x):
 
 def product(config, x, w, dtype=None):
     """x @ w, both rounded; the result has the dtype of the rounded factors, or `dtype`."""
-    return jnp.matmul(rounded(config, x), rounded(config, w), preferred_element_type=dtype)
+    x, w = rounded(config, x), rounded(config, w)
+    return jnp.matmul(x, w, preferred_element_type=dtype)
 
 
 @on_gpu(queries_keys_values_kernel)
@@ -151,9 +163,9 @@ def queries_keys_values(config, p, x):
         k = layer_norm(k, p["k_scale"], p["k_bias"])
     B, T, D = x.shape
     heads = (B, T, -1, D // config.n_heads)
-    q = rotate(q.reshape(heads))
-    k = rotate(k.reshape(heads))
-    return q.astype(v.dtype), k.astype(v.dtype), v.reshape(heads)
+    q = rotate(q.reshape(heads)).astype(v.dtype)
+    k = rotate(k.reshape(heads)).astype(v.dtype)
+    return q, k, v.reshape(heads)
 
 
 @on_gpu(attention_kernel)
@@ -168,7 +180,8 @@ def attention(q, k, v):
     k = jnp.repeat(k, shared_by, axis=2)
     v = jnp.repeat(v, shared_by, axis=2)
     scores = jnp.einsum("bthk,bshk->bhts", wide(q), wide(k)) / K**0.5
-    causal = jnp.arange(T)[:, None] >= jnp.arange(T)[None]  # [T, T]: t reads s where s <= t
+    t = jnp.arange(T)
+    causal = t[:, None] >= t[None]  # [T, T]: position t reads s where s <= t
     scores = jnp.where(causal[None, None], scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.einsum("bhts,bshk->bthk", weights, v)
@@ -189,7 +202,8 @@ def mlp(config, p, x):
 @partial(jax.jit, static_argnums=0)  # so that JAX traces it once, and not once for each layer
 def block(config, p, h):
     """One transformer block; p: its parameters, without the axis L; h: [B, T, D] -> [B, T, D]."""
-    q, k, v = queries_keys_values(config, p, rms_norm(h, p["attention_norm"]))
+    x = rms_norm(h, p["attention_norm"])
+    q, k, v = queries_keys_values(config, p, x)
     o = attention(q, k, v).reshape(h.shape)
     h = h + product(config, o, p["wo"])
     return h + mlp(config, p, rms_norm(h, p["mlp_norm"]))
@@ -197,9 +211,11 @@ def block(config, p, h):
 
 def unstack(blocks):
     """The parameters of all blocks, arrays [L, ..], as a list of L dicts."""
-    arrays = {name: jnp.unstack(stacked) for name, stacked in blocks.items()}
-    n_layers = len(arrays["wq"])
-    return [{name: a[i] for name, a in arrays.items()} for i in range(n_layers)]
+    layers = [{} for _ in blocks["wq"]]
+    for name, stacked in blocks.items():
+        for layer, a in zip(layers, jnp.unstack(stacked), strict=True):
+            layer[name] = a
+    return layers
 
 
 def hidden(config, params, x):
@@ -228,15 +244,18 @@ def head_both_ways(config, theta0, delta):
     pull                   u [c, V] -> u wᵀ [c, D] and the head's gradient hᵀ u (the pullback).
     """
     w = rounded(config, theta0["head"])
-    w_over_dw = rounded(config, jnp.concatenate([theta0["head"], delta["head"]]))  # [2 D, V]
+    dw = rounded(config, delta["head"])
+    w_over_dw = jnp.concatenate([w, dw])  # [2 D, V]: one product sums up both terms of v
 
     def both_ways(h, dh):
         def pull(u):
             h_bar = product(config, u, w.T, h.dtype)
-            return h_bar, {"head": product(config, h.T, u, h.dtype)}
+            w_bar = product(config, h.T, u, h.dtype)
+            return h_bar, {"head": w_bar}
 
-        v = product(config, jnp.concatenate([dh, h], axis=1), w_over_dw)  # both terms in one sum
-        return head(config, h, w), v, pull
+        z = head(config, h, w)
+        v = product(config, jnp.concatenate([dh, h], axis=1), w_over_dw)
+        return z, v, pull
 
     return both_ways
 
@@ -251,24 +270,30 @@ def over_tokens(config, f, *arrays):
     n = -(-B * T // config.head_chunk)  # chunks, rounded up
     while B * T % n:  # until they are equal
         n += 1
-    chunks = [a.reshape(n, -1, *a.shape[2:]) for a in arrays]
+
+    def cut(a):
+        return a.reshape(n, -1, *a.shape[2:])
+
+    def join(a):
+        return a.reshape(B, T, *a.shape[2:])
 
     def add(total, chunk):
         out, sums = f(*chunk)
         return jax.tree.map(jnp.add, total, sums), out
 
-    first = [a[0] for a in chunks]
-    _, sums = jax.eval_shape(f, *first)
+    chunks = [cut(a) for a in arrays]
+    first_chunk = [a[0] for a in chunks]
+    _, sums = jax.eval_shape(f, *first_chunk)
     zero = jax.tree.map(jnp.zeros_like, sums)
     total, outs = jax.lax.scan(add, zero, chunks)
-    outs = jax.tree.map(lambda a: a.reshape(B, T, *a.shape[2:]), outs)
-    return outs, total
+    return jax.tree.map(join, outs), total
 
 
 @on_gpu(cross_entropy_kernel)
 def cross_entropy(z, y):
     """-log softmax(z)[y], summed over tokens, in nats; z: logits [c, V], y: labels, int32 [c]."""
-    is_label = y[:, None] == jnp.arange(z.shape[1])[None]  # [c, V]
+    words = jnp.arange(z.shape[1])
+    is_label = y[:, None] == words[None]  # [c, V]
     z_of_label = jnp.sum(jnp.where(is_label, z, 0), axis=1)
     return jnp.sum(jax.nn.logsumexp(z, axis=1) - z_of_label)
 

@@ -25,17 +25,27 @@ from runtime import parallel
 # ---- which parameters are treated alike ----------------------------------------------------------
 
 
+def map_names(f, params):
+    """The tree of f(name) for each parameter, by its own name in the nested dict."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: f(path[-1].key), params)
+
+
 def groups(params):
     """Muon's groups: "muon" for the matrices inside the blocks, "adamw" for all else."""
-    blocks = {name: "muon" if name in model.MATRICES else "adamw" for name in params["blocks"]}
-    return jax.tree.map(lambda _: "adamw", params) | {"blocks": blocks}
+
+    def group(name):
+        return "muon" if name in model.MATRICES else "adamw"
+
+    return map_names(group, params)
 
 
 def is_matrix(params):
     """True for a matrix, embedding and head included, False for norms: what weight decay reaches."""
-    blocks = {name: name in model.MATRICES for name in params["blocks"]}
-    others = {"embedding": True, "final_norm": False, "head": True}
-    return others | {"blocks": blocks}
+
+    def named_as_matrix(name):
+        return name in model.MATRICES or name in ("embedding", "head")
+
+    return map_names(named_as_matrix, params)
 
 
 # ---- AdamW and Muon ------------------------------------------------------------------------------
@@ -99,7 +109,8 @@ def orthogonalize(dtype):
     )
 
     def of_stack(matrices):
-        step, _ = rule.update(matrices, rule.init(matrices), matrices)
+        state = rule.init(matrices)
+        step, _ = rule.update(matrices, state, matrices)
         return step
 
     def update(momentum, params):
@@ -159,14 +170,16 @@ def scale_by_soap(b1, b2, frequency, largest):
     """
 
     def start(a, rotates):
-        def eye(d):
-            identity = jnp.eye(d, dtype=a.dtype)
-            return jnp.broadcast_to(identity, (*a.shape[:-2], d, d))
-
-        sides = a.shape[-2:] if rotates else ()
-        Q = tuple(eye(d) if d <= largest else None for d in sides) or (None, None)
-        factors = jax.tree.map(jnp.zeros_like, Q)
-        return SoapState(jnp.zeros_like(a), jnp.zeros_like(a), factors, Q)
+        Q = [None, None]
+        for side in (0, 1):
+            if rotates and a.shape[side - 2] <= largest:
+                d = a.shape[side - 2]
+                stack = (*a.shape[:-2], d, d)
+                Q[side] = jnp.broadcast_to(jnp.eye(d, dtype=a.dtype), stack)
+        factors = jax.tree.map(jnp.zeros_like, tuple(Q))
+        m = jnp.zeros_like(a)
+        v = jnp.zeros_like(a)
+        return SoapState(m, v, factors, tuple(Q))
 
     def init(params):
         count = jnp.zeros((), jnp.int32)
@@ -174,7 +187,8 @@ def scale_by_soap(b1, b2, frequency, largest):
 
     def update(grads, state, params=None):
         n, states = state
-        results = jax.tree.map(partial(soap_step, b1, b2, frequency, n), grads, states)
+        step_of_one = partial(soap_step, b1, b2, frequency, n)
+        results = jax.tree.map(step_of_one, grads, states)
         steps = jax.tree.map(lambda _, result: result[0], grads, results)
         states = jax.tree.map(lambda _, result: result[1], grads, results)
         return steps, (n + 1, states)
@@ -189,16 +203,19 @@ def soap_step(b1, b2, frequency, n, g, state):
     rotated by eigenvectors that it had a part in.
     """
     rotated = rotate(g, state.Q)
-    m = jnp.where(n == 0, 0, b1 * state.m + (1 - b1) * rotated)
-    v = jnp.where(n == 0, 0, b2 * state.v + (1 - b2) * rotated * rotated)
-    without_bias = jnp.sqrt(1 - b2**n) / (1 - b1 ** jnp.maximum(n, 1))
-    step = without_bias * rotate_back(m / (jnp.sqrt(v) + 1e-8), state.Q)
+    m = running_mean(state.m, rotated, b1)
+    v = running_mean(state.v, rotated * rotated, b2)
+    m, v = (jnp.where(n == 0, 0, mean) for mean in (m, v))
+    m_bias = 1 - b1 ** jnp.maximum(n, 1)
+    v_bias = 1 - b2**n
+    step = rotate_back(m / (jnp.sqrt(v) + 1e-8), state.Q)
+    step = step * (jnp.sqrt(v_bias) / m_bias)
 
     L, R = state.factors
     if L is not None:
-        L = b2 * L + (1 - b2) * product(g, g.mT)
+        L = running_mean(L, product(g, g.mT), b2)
     if R is not None:
-        R = b2 * R + (1 - b2) * product(g.mT, g)
+        R = running_mean(R, product(g.mT, g), b2)
     factors = (L, R)
 
     def first():
@@ -216,6 +233,11 @@ def soap_step(b1, b2, frequency, n, g, state):
     Q, v = jax.lax.cond(n == 0, first, later)
     m = rotate(rotate_back(m, state.Q), Q)  # m is carried into the new basis
     return step, SoapState(m, v, factors, Q)
+
+
+def running_mean(mean, new, b):
+    """A running mean with decay b, after one more value."""
+    return b * mean + (1 - b) * new
 
 
 product = partial(jnp.matmul, precision="highest")  # else Q loses its orthogonality on a GPU
@@ -245,14 +267,27 @@ def power_iteration(Q, v, factors):
             eigenvalues = jnp.sum(Q[side] * FQ, axis=-2)  # diag(Qᵀ F Q), [.., d]
             order = jnp.argsort(-eigenvalues, axis=-1)
             FQ = jnp.take_along_axis(FQ, order[..., None, :], axis=-1)
-            Q[side] = one_by_one(lambda A: jnp.linalg.qr(A)[0], FQ)
-            v = jnp.take_along_axis(v, jnp.expand_dims(order, -1 - side), axis=side - 2)
+            Q[side] = one_by_one(orthonormal_columns, FQ)
+            order = jnp.expand_dims(order, -1 - side)
+            v = jnp.take_along_axis(v, order, axis=side - 2)
     return tuple(Q), v
 
 
 def eigenvectors(F):
     """The eigenvectors of F, [.., d, d], in columns, the largest eigenvalue first."""
-    return one_by_one(lambda A: jnp.linalg.eigh(A)[1][:, ::-1], F)
+
+
+    def of_one(F):
+        _, columns = jnp.linalg.eigh(F)  # the smallest eigenvalue first
+        return columns[:, ::-1]
+
+    return one_by_one(of_one, F)
+
+
+def orthonormal_columns(A):
+    """Q of the decomposition A = Q R, [d, d]."""
+    Q, _ = jnp.linalg.qr(A)
+    return Q
 
 
 def one_by_one(f, a):
