@@ -158,8 +158,8 @@ def across(network, objective, head, h, streams, y):
     w, dw = (rounded(network, a) for a in head)
     for_each_stream = jax.vmap(objective, in_axes=(None, 0, None))
 
-    def of_chunk(h, streams, y):
-        streams = jnp.swapaxes(streams, 0, 1)  # [L+1, c, D]
+    def of_chunk(h, y, *streams):
+        streams = jnp.stack(streams)  # [L+1, c, D]
         z = model.head(network, h, w)
         v = product(network, streams, w)
         v_head = product(network, h, dw)
@@ -169,11 +169,10 @@ def across(network, objective, head, h, streams, y):
         value = loss + jnp.sum(values - losses) + (value_head - loss)
         h_bar = product(network, u, w.T, h.dtype)
         w_bar = product(network, h.T, u_head, h.dtype)
-        return jnp.swapaxes(h_bar, 0, 1), (loss, value, {"head": w_bar})
+        return jnp.unstack(h_bar), (loss, value, {"head": w_bar})
 
-    streams = jnp.moveaxis(streams, 0, 2)  # [B, T, L+1, D]
-    h_bar, sums = model.over_tokens(network, of_chunk, h, streams, y)
-    return jnp.moveaxis(h_bar, 2, 0), sums
+    h_bars, sums = model.over_tokens(network, of_chunk, h, y, *jnp.unstack(streams))
+    return jnp.stack(h_bars), sums
 
 
 def down(pullbacks, streams):
