@@ -23,7 +23,10 @@ FLAGS = "--method gn --model tiny --steps 2 --tokens 1m --tokenizer bytes"
 
 def write(path, megabytes):
     """A file in C4's format: the words of the standard library, lines in random order."""
-    rng, lines = random.Random(0), "".join(documents.sources("stdlib")[0].read()).splitlines(keepends=True)
+    rng, lines = (
+        random.Random(0),
+        "".join(documents.sources("stdlib")[0].read()).splitlines(keepends=True),
+    )
     with gzip.open(path, "wt", compresslevel=1) as f:
         for _ in range(megabytes * 1000):
             text = "".join(itertools.islice(iter(lambda: rng.choice(lines), ""), 25))
@@ -46,15 +49,21 @@ def main():
         for megabytes in (1, 60, 240):
             path = f"{megabytes}.json.gz"
             write(path, megabytes)
-            if megabytes == 1:  # it compiles; the others find the programs, or the first would need more
+            if (
+                megabytes == 1
+            ):  # it compiles; the others find the programs, or the first would need more
                 peak(ROOT / "train.py", *FLAGS.split(), "--data", path)
                 continue
             size = sum(len(text) for text in documents.sources(path)[0].read()) / 1e6
             prepared = peak(ROOT / "data.py", path, "--tokenizer", "bytes")
             trained = sorted(
-                peak(ROOT / "train.py", *FLAGS.split(), "--data", path, "--seed", seed) for seed in range(5)
+                peak(ROOT / "train.py", *FLAGS.split(), "--data", path, "--seed", seed)
+                for seed in range(5)
             )
-            print(f"{size:17.0f} {prepared:16.1f}   {', '.join(f'{x:.0f}' for x in trained)}", flush=True)
+            print(
+                f"{size:17.0f} {prepared:16.1f}   {', '.join(f'{x:.0f}' for x in trained)}",
+                flush=True,
+            )
         os.chdir(ROOT)
 
 
