@@ -34,7 +34,7 @@ def test_bytes_decode_what_they_encode(s):
 
 @needs_vocabulary
 def test_gpt2_cut_to_any_size_decodes_what_it_encodes(vocabulary):
-    """Its merges are the first ones of the whole vocabulary: a text is coded as by all of them where none is later."""
+    """Its merges are the first of the whole vocabulary; without a later one, ids are the same."""
     whole = tokenizer.tokenizer("gpt2", 50_257)
     assert (whole.vocab_size, whole.end_of_text) == (50_257, 50_256)
     assert list(whole.encode("Hello world")) == [15496, 995]  # as GPT-2 has it
@@ -63,7 +63,7 @@ def test_gpt2_takes_any_text(s):
 
 
 def test_a_vocabulary_is_cut_to_merges_and_end_of_text(monkeypatch):
-    """Of one that has a single merge: with 257 ids there is no room for it, with 258 it is the last but one."""
+    """Of one with a single merge: 257 ids have no room for it; of 258 it is the last but one."""
     ranks = {bytes([i]): i for i in range(256)} | {b" t": 256}
     small = tokenizer.tiktoken.Encoding(
         "small", pat_str=r" ?\w+|\s+", mergeable_ranks=ranks, special_tokens={}

@@ -23,7 +23,7 @@ def workers_alive():
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_texts_are_tokenized_in_order_by_any_number_of_processes(processes):
-    """They start when needed, stay the same ones, and hold a few chunks; they end with the block."""
+    """They start when needed, stay, and hold few chunks at a time; they end with the block."""
     with Workers(BYTES, processes) as workers:
         assert not workers_alive()
         for _ in range(2):
