@@ -1,23 +1,26 @@
 """How text becomes batches: documents -> ids -> windows -> batch = f(seed, index).
 
-A corpus is a sequence of documents. Each is cut into tokens, pieces of text with a number, the id,
-and end-of-text follows it. All ids together are one long array. With one id a byte, as the
-tokenizer `bytes` has it, two documents "a cat" and "a dog" are
+A corpus is a sequence of documents. A tokenizer cuts a document into pieces, the tokens, and writes
+each as a number, its id. One more id, end-of-text, follows each document. The ids of all documents,
+one behind another, are one long array; validation documents, which are never trained on, have an
+array of their own. With one id per byte, the documents "a cat" and "a dog" become
 
     ids             97 32 99 97 116 0 97 32 100 111 103 0
 
-A window is T + 1 consecutive ids. The first T are what the model reads; the last T are what it
-predicts, each from the ids before it. The next window begins with the last id of this one, so that
-every id but the very first is predicted once. With T = 4:
+A window is T + 1 consecutive ids. The model reads the first T, and predicts the last T, each from
+the ids before it. The next window begins with the last id of this one, so every id but the very
+first is predicted once. With T = 4:
 
     window 0        97 32 99 97 116
     window 1                    116 0 97 32 100         (the rest is too short for a window)
 
-An epoch reads all windows in a random order, and the next epoch reads them in another. A sequence
-is a window at its place in that order. A batch is B sequences, int32 [B, T + 1]:
+An epoch reads all n windows in a random order; the next epoch reads them in another one. Sequences
+are the windows in the order in which they are read, and a batch is B sequences, int32 [B, T + 1].
+With n = 6 and B = 2:
 
-    sequence number   0 1 2 3 4 5 | 6 7 8 ...           epoch 0 | epoch 1, with n = 6 windows
-    batch             0   1   2   | 3   ...             B = 2
+    epoch             0             1
+    sequence          0 1 2 3 4 5   6 7 8 ...
+    batch             0   1   2     3   ...
 
 Nothing here has a state. Batch `index` of seed `seed` is the same whoever asks, and whenever. So a
 run that is stopped and started again, or spread over several devices, reads the same batches.
@@ -50,15 +53,17 @@ class Corpus(NamedTuple):
 
 
 def prepare(corpus, tok, context, need=float("inf"), folder="data"):
-    """The corpus, tokenized by `tok` into files below `folder`.
+    """The corpus, tokenized into files below `folder`.
+
+    The ids of a document are tok.encode(document), then tok.end_of_text.
 
     corpus: stdlib (the source code of Python's standard library), c4, or the path of a file or
-    folder (text/documents.py). Its files are taken in order, whole, until there are `need` training
-    tokens and a window of `context` + 1 validation tokens; c4 has a thousand files.
+    folder (text/documents.py). Its files are taken whole, in order, until there are `need` training
+    tokens and a window of `context` + 1 validation tokens. C4 has a thousand files.
 
-    What is tokenized already is not tokenized again, and what was interrupted goes on where it was
+    What was tokenized before is not tokenized again. What was interrupted goes on where it was
     (text/token_files.py). If two processes ask at once, one waits for the other. Raises ValueError
-    if the corpus is missing, empty, not text, or if either side is shorter than a window; then
+    if the corpus is missing, empty or not text, or if either side is shorter than a window; then
     nothing is left behind that was not there before. Raises OSError for a failure of the machine.
     """
     return Corpus(*token_files.make(corpus, tok, context, need, folder))
