@@ -125,8 +125,8 @@ def remove(home):
 def make_shards(sources, home, workers, context, need):
     """Makes one shard after another, and yields its counts, until there is enough text.
 
-    Held-out sources come first, all of them. Of the others as many are taken, whole, as it needs
-    for `need` training tokens and one window of validation.
+    All held-out sources come first. Then others follow, each taken whole, until there are `need`
+    training tokens and one window of validation.
     """
     holdout = Holdout(sources)
     train_tokens = 0
@@ -147,11 +147,11 @@ def make_shards(sources, home, workers, context, need):
 
 
 def finished(path):
-    """The counts of a shard that is finished, or None. One that is damaged is to be made again."""
+    """The counts of a shard, or None if it is not finished or, which is said, damaged."""
     done = Path(f"{path}.json")
     if not done.exists():
         return None
-    # A kill may have left counts of progress. Later, damaged files would be taken for progress.
+    # A kill may have left counts of progress. If the files are damaged, they are no longer true.
     Path(f"{path}.progress").unlink(missing_ok=True)
     counts = read(done)
     if counts and checksums(path) == counts["sha256"]:
@@ -169,9 +169,9 @@ def finish(path, counts):
 
 
 def write(source, path, workers, holdout, train_tokens, need):
-    """Tokenizes a source into the files of a shard, or the rest of it; returns their counts.
+    """Tokenizes a source, or the rest of it, into the files of a shard; returns their counts.
 
-    train_tokens: how many the shards before have, of `need`, which is for the progress bar.
+    For the progress bar: the shards before have train_tokens of the `need` training tokens.
     """
     counts = progress(path)
     start = train_tokens + counts["train_tokens"]
@@ -204,7 +204,7 @@ def write(source, path, workers, holdout, train_tokens, need):
 
 
 def progress(path):
-    """The counts of what an earlier process has left of a shard; zeros if that is not all there."""
+    """The counts of what an earlier process left of a shard; zeros if not all of it is there."""
     nothing = dict.fromkeys(COUNTS, 0)
     counts = read(Path(f"{path}.progress")) or nothing
     for side in SIDES:

@@ -1,15 +1,16 @@
 """Many processes that tokenize: lists of texts in, ids out, in the same order.
 
-Tokenizing keeps a core busy, and threads of one process get in each other's way at it. So a large
-text is tokenized by a pool of processes, the workers, one for each core. A worker is a new Python
-(started by "spawn": a fork of this process would break JAX's threads). It has to be a small one
-that never outlives the process that started it:
+Tokenizing keeps a core busy, and the threads of one process get in each other's way. So a large
+text is tokenized by a pool of processes, the workers, one for each core. Each is a new Python
+("spawn"), not a copy of this one ("fork"), which would not survive JAX's threads. Four things make
+it small, and end it in time:
 
-- It imports this file and the tokenizer, not the program that runs: `python train.py` would have
-  each worker import JAX. While workers start, an empty module stands in for the program.
-- NumPy starts no threads in it.
-- Ctrl-C reaches every process of a terminal. Workers do not hear it; their parent ends them.
-- A thread in each worker waits for the end of the parent, kill -9 included, and then ends it.
+- A worker imports this file and the tokenizer, but not the program that runs. Left alone, Python
+  would have each worker of `python train.py` import train.py, and so JAX. So an empty module
+  stands in for the program while a worker starts.
+- NumPy starts no threads in a worker.
+- Ctrl-C reaches all processes of a terminal. Workers do not hear it; their parent ends them.
+- A thread in each worker waits until the parent ends, by kill -9 too, and then ends the worker.
 """
 
 import multiprocessing
@@ -82,9 +83,9 @@ def finished(texts, future):
 
 @contextmanager
 def starting_workers():
-    """A process that starts in this block imports no main module and does not hear Ctrl-C."""
+    """A process that starts in this block does not import the program, and is deaf to Ctrl-C."""
     program = sys.modules["__main__"]
-    # A new process inherits which signals are blocked. Here, a Ctrl-C meanwhile is only delayed.
+    # A new process inherits which signals are blocked. In this one, Ctrl-C is only delayed.
     blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
