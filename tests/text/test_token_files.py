@@ -241,6 +241,26 @@ def test_progress_that_a_kill_left_beside_a_finished_shard_goes(tmp_path):
     assert names(done.parent) == SHARD
 
 
+def test_counts_with_any_bit_changed_or_cut_short_anywhere_are_none(tmp_path):
+    """Or they are those that were written: a changed blank or letter case may mean the same."""
+    path = tmp_path / "counts"
+    counts = {"documents": 12, "train_tokens": 345, "sha256": {"train": "ab"}}
+    token_files.record(path, counts)
+    whole = path.read_bytes()
+    assert token_files.read(path) == counts
+    refused = 0
+    for place, byte in enumerate(whole):
+        changed = [bytes([byte ^ 1 << bit]) for bit in range(8)]
+        damaged = [whole[:place] + other + whole[place + 1 :] for other in changed]
+        for content in [whole[:place], *damaged]:
+            path.write_bytes(content)
+            found = token_files.read(path)
+            assert found in (None, counts)
+            refused += found is None
+    assert refused > 8 * len(whole)
+    assert token_files.read(tmp_path / "none") is None
+
+
 # ---- bad text ------------------------------------------------------------------------------------
 
 
