@@ -1,26 +1,31 @@
-"""Text to token ids and back; many texts by many processes of this file."""
+"""How text becomes token ids, and ids become text again.
 
-import os
-import pickle
-import subprocess
-import sys
-from collections import deque
+A vocabulary is a numbered list of V pieces of text. A tokenizer cuts a text into pieces of its
+vocabulary and writes each as its number, its id. There are two:
+
+`bytes` has the 256 values of a byte. Any text in UTF-8 is a sequence of them, about one a letter.
+
+`gpt2` is byte-pair encoding: it starts from the bytes, and again and again merges two neighbours
+into one piece, first the pair that comes first in a list of merges. OpenAI made that list by always
+merging the most frequent pair of a large text. So its beginning is a smaller vocabulary of the same
+kind, and V can be any number from 257 to 50,257. An English word is often one piece.
+
+One id of V is no text: it follows each document and says that the document has ended.
+"""
+
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
-from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
 import tiktoken
 
-END = "<|endoftext|>"
-PIECE = 100_000  # characters at a time: GPT-2's pattern cannot take a million blanks
+END = "<|endoftext|>"  # tiktoken's name for the id that ends a document
+PIECE = 100_000  # characters encoded at a time: GPT-2's pattern fails on a million blanks
 
 
 class Tokenizer(NamedTuple):
-    """Ids of a text and back."""
+    """A vocabulary, and the two functions between text and ids."""
 
     name: str
     vocab_size: int  # ids, V
@@ -30,105 +35,65 @@ class Tokenizer(NamedTuple):
 
 
 def tokenizer(name, vocab_size=0):
-    """The tokenizer called `name`, with `vocab_size` ids (0 = its default). Raises ValueError where there is none such.
+    """The tokenizer called `name`, bytes or gpt2, with `vocab_size` ids.
 
-    bytes: the 256 values of a UTF-8 byte. Value 0 does not occur in text and stands for end-of-text.
-    gpt2: the first V - 1 merges of GPT-2's vocabulary, which are a vocabulary too, and end-of-text; by default 32,000.
+    0 stands for the usual number: 256 for bytes, 32,000 for gpt2. Raises ValueError for another
+    name, for a number that the tokenizer cannot have, and where gpt2's vocabulary is out of reach.
     """
     if name == "bytes":
-        if vocab_size not in (0, 256):
-            raise ValueError(f"vocab_size is {vocab_size}; tokenizer bytes has 256 ids")
-        encode = lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
-        return Tokenizer(name, 256, 0, encode, lambda ids: bytes(int(i) for i in ids).decode(errors="replace"))
-    if name != "gpt2":
-        raise ValueError(f"tokenizer is {name!r}; valid: bytes, gpt2")
-    size = vocab_size or 32_000
-    if not 257 <= size <= 50_257:
-        raise ValueError(f"vocab_size is {size}; tokenizer gpt2 has 257 to 50257 ids")
+        return bytes_tokenizer(vocab_size or 256)
+    if name == "gpt2":
+        return gpt2_tokenizer(vocab_size or 32_000)
+    raise ValueError(f"tokenizer is {name!r}; valid: bytes, gpt2")
+
+
+def bytes_tokenizer(vocab_size):
+    """The values of UTF-8's bytes. The zero byte does not occur in text; it ends a document."""
+    if vocab_size != 256:
+        raise ValueError(f"vocab_size is {vocab_size}; tokenizer bytes has 256 ids")
+
+    def encode(text):
+        return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
+
+    def decode(ids):
+        return np.asarray(ids, np.uint8).tobytes().decode(errors="replace")
+
+    return Tokenizer("bytes", vocab_size, end_of_text=0, encode=encode, decode=decode)
+
+
+def gpt2_tokenizer(vocab_size):
+    """GPT-2's bytes and first merges, `vocab_size` - 1 pieces. The last id ends a document."""
+    if not 257 <= vocab_size <= 50_257:
+        raise ValueError(f"vocab_size is {vocab_size}; tokenizer gpt2 has 257 to 50257 ids")
     whole = gpt2()
-    ranks = {piece: rank for piece, rank in whole._mergeable_ranks.items() if rank < size - 1}
-    cut = tiktoken.Encoding("cut", pat_str=whole._pat_str, mergeable_ranks=ranks, special_tokens={END: size - 1})
-    pieces = lambda text: [text[i : i + PIECE] for i in range(0, max(1, len(text)), PIECE)]
-    ids = lambda text: [cut.encode_to_numpy(piece, disallowed_special=()) for piece in pieces(text)]
-    encode = lambda text: np.concatenate(ids(text)).astype(np.uint16)
-    return Tokenizer(name, size, size - 1, encode, lambda ids: cut.decode([int(i) for i in ids]))
+    end = vocab_size - 1
+    numbered = whole._mergeable_ranks.items()
+    pieces = {piece: number for piece, number in numbered if number < end}
+    vocabulary = tiktoken.Encoding(
+        "cut", pat_str=whole._pat_str, mergeable_ranks=pieces, special_tokens={END: end}
+    )
+
+    def encode(text):
+        starts = range(0, max(1, len(text)), PIECE)
+        cuts = [text[start : start + PIECE] for start in starts]
+        # Nothing is special in a text: one that contains "<|endoftext|>" does not end there.
+        ids = [vocabulary.encode_to_numpy(cut, disallowed_special=()) for cut in cuts]
+        return np.concatenate(ids).astype(np.uint16)
+
+    def decode(ids):
+        return vocabulary.decode(np.asarray(ids, int).tolist())
+
+    return Tokenizer("gpt2", vocab_size, end_of_text=end, encode=encode, decode=decode)
 
 
 @lru_cache(maxsize=1)
 def gpt2():
-    """GPT-2's vocabulary, which tiktoken fetches once. Raises ValueError where it cannot."""
+    """GPT-2's whole vocabulary, which tiktoken downloads once. Raises ValueError if it cannot."""
     try:
         return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0][:100]
         remedy = "without a network, set TIKTOKEN_CACHE_DIR to a folder in which tiktoken has it"
-        raise ValueError(f"tokenizer gpt2: its vocabulary cannot be fetched ({reason}); {remedy}") from None
-
-
-def cores():
-    """How many this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
-@contextmanager
-def encoders(tok, processes):
-    """A function: chunks, each a list of texts -> (texts, the ids of each) for each, in order, a few held at a time.
-
-    By so many processes, as threads get in each other's way. They start when it is first called, and end with the
-    block, or this process, however that ends. It raises OSError where one of them is killed.
-    """
-    command, free, threads = [sys.executable, __file__, tok.name, str(tok.vocab_size)], SimpleQueue(), []
-
-    def ask(chunk):
-        process = free.get()
-        try:
-            pickle.dump(chunk, process.stdin)
-            process.stdin.flush()
-            return pickle.load(process.stdout)
-        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
-            raise OSError(f"a process that tokenizes has ended, status {process.wait()}; is the memory full?") from None
-        finally:
-            free.put(process)
-
-    def encoded(chunks):
-        if not threads:
-            for _ in range(processes):
-                free.put(stack.enter_context(running(command)))
-            threads.append(stack.enter_context(ThreadPoolExecutor(processes)))  # each waits for one process
-        ahead = deque()
-        for chunk in chunks:
-            ahead.append((chunk, threads[0].submit(ask, chunk)))
-            if len(ahead) > 2 * processes:
-                chunk, ids = ahead.popleft()
-                yield chunk, ids.result()
-        yield from ((chunk, ids.result()) for chunk, ids in ahead)
-
-    with ExitStack() as stack:
-        yield encoded
-
-
-@contextmanager
-def running(command):
-    """The process of a command, fed and read by pipes, in a group of its own, as Ctrl-C is not for it. It then ends."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # or NumPy would start a thread for each core
-    process = subprocess.Popen(command, env=environment, **pipes, process_group=0)
-    try:
-        yield process
-    finally:
-        with suppress(BrokenPipeError):  # of what one that was killed has not read
-            process.stdin.close()
-        process.stdout.close()
-        process.wait()
-
-
-def serve(tok):
-    """Until stdin ends: reads a list of texts, writes the list of their ids."""
-    while sys.stdin.buffer.peek(1):
-        ids = [tok.encode(text) for text in pickle.load(sys.stdin.buffer)]
-        pickle.dump(ids, sys.stdout.buffer, pickle.HIGHEST_PROTOCOL)
-        sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    serve(tokenizer(sys.argv[1], int(sys.argv[2])))
+        raise ValueError(
+            f"tokenizer gpt2: its vocabulary cannot be fetched ({reason}); {remedy}"
+        ) from None

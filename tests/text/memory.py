@@ -1,11 +1,10 @@
-"""Memory of preparing a text and of training on it, at two sizes of it: `python tests/text/memory.py`.
+"""Memory of preparing a text and of training on it: `python tests/text/memory.py`.
 
-Commands whose largest memory is printed, each a process of its own: data.py, and train.py (tiny, two steps) with five
-seeds, on a text of 60 MB and on one of 240 MB, in C4's format.
+It does not grow with the text. For a text of 60 MB and one of 240 MB, in C4's format, the largest
+memory of two commands is printed: of data.py, and of train.py (tiny, two steps), with five seeds.
 """
 
 import gzip
-import itertools
 import json
 import os
 import random
@@ -16,26 +15,34 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from text import documents  # noqa: E402  the project's modules lie one folder up
+from text import documents  # noqa: E402  it is found below ROOT
 
 FLAGS = "--method gn --model tiny --steps 2 --tokens 1m --tokenizer bytes"
 
 
 def write(path, megabytes):
-    """A file in C4's format: the words of the standard library, lines in random order."""
-    rng, lines = random.Random(0), "".join(documents.sources("stdlib")[0].read()).splitlines(keepends=True)
-    with gzip.open(path, "wt", compresslevel=1) as f:
+    """A file in C4's format: lines of the standard library in random order, 25 a document."""
+    rng = random.Random(0)
+    (source,) = documents.sources("stdlib")
+    lines = "".join(source.read()).splitlines(keepends=True)
+    with gzip.open(path, "wt", compresslevel=1) as file:
         for _ in range(megabytes * 1000):
-            text = "".join(itertools.islice(iter(lambda: rng.choice(lines), ""), 25))
-            f.write(json.dumps({"text": text}) + "\n")
+            text = "".join(rng.choices(lines, k=25))
+            file.write(json.dumps({"text": text}) + "\n")
 
 
 def peak(*command):
     """MiB that a command and its largest child needed."""
-    process = subprocess.Popen([sys.executable, *map(str, command)], stdout=subprocess.DEVNULL)
+    words = [sys.executable, *map(str, command)]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     assert status == 0, command
-    return usage.ru_maxrss / 2 ** (10 if sys.platform == "linux" else 20)
+    unit = 2**10 if sys.platform == "linux" else 2**20
+    return usage.ru_maxrss / unit
+
+
+def peak_of_training(path, seed):
+    return peak(ROOT / "train.py", *FLAGS.split(), "--data", path, "--seed", seed)
 
 
 def main():
@@ -43,18 +50,17 @@ def main():
     print("megabytes of text   MiB of data.py   MiB of train.py")
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        for megabytes in (1, 60, 240):
+        write("1.json.gz", 1)
+        peak_of_training("1.json.gz", 0)  # it compiles; or the first below would need more
+        for megabytes in (60, 240):
             path = f"{megabytes}.json.gz"
             write(path, megabytes)
-            if megabytes == 1:  # it compiles; the others find the programs, or the first would need more
-                peak(ROOT / "train.py", *FLAGS.split(), "--data", path)
-                continue
-            size = sum(len(text) for text in documents.sources(path)[0].read()) / 1e6
+            (source,) = documents.sources(path)
+            size = sum(map(len, source.read())) / 1e6
             prepared = peak(ROOT / "data.py", path, "--tokenizer", "bytes")
-            trained = sorted(
-                peak(ROOT / "train.py", *FLAGS.split(), "--data", path, "--seed", seed) for seed in range(5)
-            )
-            print(f"{size:17.0f} {prepared:16.1f}   {', '.join(f'{x:.0f}' for x in trained)}", flush=True)
+            trained = sorted(peak_of_training(path, seed) for seed in range(5))
+            shown = ", ".join(f"{mib:.0f}" for mib in trained)
+            print(f"{size:17.0f} {prepared:16.1f}   {shown}", flush=True)
         os.chdir(ROOT)
 
 

@@ -4,7 +4,7 @@ import gzip
 import io
 import json
 import os
-import types
+import sys
 from pathlib import Path
 
 import pyarrow
@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_data import text
+from sample_text import documents_of
 
 from runtime import live
 from text import documents
@@ -30,13 +30,14 @@ def test_stdlib_is_real_text_on_every_machine():
     paths = [Path(path) for path, *_ in source.stamp]
     assert len(paths) > 300 and any(p.name == "argparse.py" for p in paths)
     root = next(p for p in paths if p.name == "argparse.py").parent
-    assert not any({"site-packages", "test", "tests"} & set(p.relative_to(root).parts) for p in paths)
+    folders = {folder for path in paths for folder in path.relative_to(root).parts}
+    assert not folders & {"site-packages", "test", "tests"}
     assert sum(map(len, source.read())) > 5_000_000 and not source.held_out
 
 
 def test_a_python_file_is_one_document_and_a_text_file_is_cut(tmp_path):
-    """A module is held out whole or not at all; a text at the next empty line after PIECE characters."""
-    text_of = "".join(text(5))
+    """A text at the next empty line after PIECE characters; a module is held out whole."""
+    text_of = "".join(documents_of(5))
     for name, count in (("a.py", 1), ("a.txt", 5)):
         (tmp_path / name).write_text(text_of)
         found = list(documents.text(tmp_path / name))
@@ -57,7 +58,7 @@ def test_a_python_without_source_is_said(tmp_path):
 
 
 def test_every_format_gives_the_same_documents(tmp_path):
-    """C4's, gzipped or not, and Parquet; blank ones are left out; a folder's files come in the order of their names."""
+    """Blank ones are left out. A folder's files come in the order of their names."""
     texts = ["one\ntwo", "é中", " \n ", "a\0b", "\ud800"]
     rows = "".join(json.dumps({"url": "x", "text": t}) + "\n" for t in texts)
     for name in ("b.json.gz", "a.jsonl.gz"):
@@ -65,12 +66,19 @@ def test_every_format_gives_the_same_documents(tmp_path):
             f.write(rows)
     (tmp_path / "c.jsonl").write_text(rows + "\n")
     valid = [t.encode("utf-8", "replace").decode() for t in texts]
-    pyarrow.parquet.write_table(pyarrow.table({"n": [1] * 5, "text": valid}), tmp_path / "d.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.table({"n": [1] * 5, "text": valid}), tmp_path / "d.parquet"
+    )
     (tmp_path / "notes.md").write_text("not one of them")
     expected = ["one\ntwo", "é中", "a b", "?"]
     for name in ("b.json.gz", "a.jsonl.gz", "c.jsonl", "d.parquet"):
         assert read(tmp_path / name) == expected
-    assert [s.name for s in documents.sources(str(tmp_path))] == ["a.jsonl.gz", "b.json.gz", "c.jsonl", "d.parquet"]
+    assert [s.name for s in documents.sources(str(tmp_path))] == [
+        "a.jsonl.gz",
+        "b.json.gz",
+        "c.jsonl",
+        "d.parquet",
+    ]
     assert read(tmp_path) == 4 * expected
 
 
@@ -131,13 +139,14 @@ def test_what_is_no_such_file_is_said(tmp_path, case):
 @pytest.mark.parametrize("columns", [{"body": ["a"]}, {"text": [3]}])
 def test_a_table_without_texts_is_said(tmp_path, columns):
     pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match='no Parquet file with a column "text" of strings') as error:
+    says = 'no Parquet file with a column "text" of strings'
+    with pytest.raises(ValueError, match=says) as error:
         read(tmp_path / "a.parquet")
     assert "\n" not in str(error.value)
 
 
 def test_of_a_folder_files_are_read_and_held_out_where_others_are_left(tmp_path):
-    """Not folders whose names end like files, nor links to nothing; all of one kind of file is for both sides."""
+    """Not folders named like files, nor links to nothing; never are all files held out."""
     (tmp_path / "x.txt").mkdir()
     (tmp_path / "x.txt" / "c4-validation.txt").write_text("one")
     (tmp_path / "b.txt").symlink_to(tmp_path / "gone")
@@ -158,27 +167,35 @@ def test_blank_pieces_are_no_documents(tmp_path):
 def test_names_of_nothing_are_refused(tmp_path):
     (tmp_path / "a.pdf").touch()
     (tmp_path / "empty").mkdir()
-    wrong, here = "end in .txt", "that is there"
-    bad = {"no/such.txt": here, "": here, "x" * 5000: here, tmp_path / "a.pdf": wrong, tmp_path / "empty": wrong}
-    for name, says in bad.items():
-        with pytest.raises(ValueError, match=says):
-            documents.sources(str(name))
+    missing = ["no/such.txt", "", "x" * 5000]
+    unreadable = [tmp_path / "a.pdf", tmp_path / "empty"]
+    for names, says in ((missing, "that is there"), (unreadable, "end in .txt")):
+        for name in names:
+            with pytest.raises(ValueError, match=says):
+                documents.sources(str(name))
+
+
+# ---- C4 over a network ---------------------------------------------------------------------------
 
 
 class Hub:
-    """In place of Hugging Face: files of ten documents; an attempt ends where the next of `failures` says."""
+    """In place of Hugging Face: every file has ten documents.
+
+    The next attempts fail as `failures` says, each (documents that come before, error).
+    """
 
     def __init__(self, failures):
-        self.failures, self.asked = failures, []
+        self.failures = failures
+        self.attempts = 0
 
     def load_dataset(self, path, data_files, split, streaming):
         assert (path, split, streaming) == ("allenai/c4", "train", True)
-        self.asked.append(data_files["train"])
-        stop, error = self.failures.pop(0) if self.failures else (99, None)
-        for i in range(10):
-            if i == stop:
-                raise error
+        self.attempts += 1
+        stop, error = self.failures.pop(0) if self.failures else (10, None)
+        for i in range(stop):
             yield {"text": f"{data_files['train']} {i}"}
+        if error:
+            raise error
 
 
 @pytest.fixture
@@ -190,32 +207,34 @@ def pauses(monkeypatch):
 
 
 def test_c4_is_streamed_and_goes_on_after_failures(monkeypatch, pauses, capsys):
-    """No document is lost or comes twice; pauses grow while nothing comes, and begin anew when something has."""
-    hub = Hub([(0, ConnectionError("refused")), (0, OSError("403")), (4, EOFError()), (4, TimeoutError("429\nmore"))])
-    monkeypatch.setitem(__import__("sys").modules, "datasets", types.SimpleNamespace(load_dataset=hub.load_dataset))
+    """No document is lost or comes twice. Pauses grow while nothing comes, and begin anew then."""
+    refused, forbidden = (0, ConnectionError("refused")), (0, OSError("403"))
+    cut, limited = (4, EOFError()), (4, TimeoutError("429\nmore"))
+    hub = Hub([refused, forbidden, cut, limited])
+    monkeypatch.setitem(sys.modules, "datasets", hub)
     validation, first, *others = documents.sources("c4")
     assert validation.held_out and not first.held_out and len(others) == 1023
     assert list(first.read()) == [f"en/c4-train.00000-of-01024.json.gz {i}" for i in range(10)]
-    assert pauses == [1, 2, 1, 2] and len(hub.asked) == 5
+    assert pauses == [1, 2, 1, 2] and hub.attempts == 5
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == "data c4: refused; trying again in 1 s" and said[3] == "data c4: 429; trying again in 2 s"
-
-
-def test_a_signal_is_no_failure_of_the_network(pauses):
-    def read():
-        raise live.Stop
-        yield
-
-    with pytest.raises(live.Stop):
-        list(documents.patient(read))
-    assert pauses == []
+    assert said[0] == "data c4: refused; trying again in 1 s"
+    assert said[3] == "data c4: 429; trying again in 2 s"
 
 
 def test_c4_gives_up_in_the_end(monkeypatch, pauses):
     hub = Hub([(0, ConnectionError("no route"))] * 99)
-    monkeypatch.setitem(__import__("sys").modules, "datasets", types.SimpleNamespace(load_dataset=hub.load_dataset))
+    monkeypatch.setitem(sys.modules, "datasets", hub)
     with pytest.raises(OSError, match="data c4: no route .attempt 11, the last"):
         next(documents.sources("c4")[0].read())
     assert pauses == list(documents.PAUSES)
-    with pytest.raises(TypeError):  # a mistake is none that time mends
-        list(documents.patient(lambda: iter(None)))
+
+
+@pytest.mark.parametrize("error", [live.Stop, TypeError])
+def test_neither_a_signal_nor_a_mistake_is_a_failure_of_the_network(pauses, error):
+    def read():
+        raise error
+        yield
+
+    with pytest.raises(error):
+        list(documents.patient(read))
+    assert pauses == []

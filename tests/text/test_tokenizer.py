@@ -1,7 +1,6 @@
 """Ids and back, and GPT-2's vocabulary cut short."""
 
 import os
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +34,7 @@ def test_bytes_decode_what_they_encode(s):
 
 @needs_vocabulary
 def test_gpt2_cut_to_any_size_decodes_what_it_encodes(vocabulary):
-    """Its merges are the first ones of the whole vocabulary: a text is coded as by all of them where none is later."""
+    """Its merges are the first of the whole vocabulary; without a later one, ids are the same."""
     whole = tokenizer.tokenizer("gpt2", 50_257)
     assert (whole.vocab_size, whole.end_of_text) == (50_257, 50_256)
     assert list(whole.encode("Hello world")) == [15496, 995]  # as GPT-2 has it
@@ -64,9 +63,11 @@ def test_gpt2_takes_any_text(s):
 
 
 def test_a_vocabulary_is_cut_to_merges_and_end_of_text(monkeypatch):
-    """Of one that has a single merge: with 257 ids there is no room for it, with 258 it is the last but one."""
+    """Of one with a single merge: 257 ids have no room for it; of 258 it is the last but one."""
     ranks = {bytes([i]): i for i in range(256)} | {b" t": 256}
-    small = tokenizer.tiktoken.Encoding("small", pat_str=r" ?\w+|\s+", mergeable_ranks=ranks, special_tokens={})
+    small = tokenizer.tiktoken.Encoding(
+        "small", pat_str=r" ?\w+|\s+", mergeable_ranks=ranks, special_tokens={}
+    )
     monkeypatch.setattr(tokenizer, "gpt2", lambda: small)
     for size, expected in ((257, [32, 116]), (258, [256])):
         cut = tokenizer.tokenizer("gpt2", size)
@@ -81,64 +82,17 @@ def test_without_a_network_it_is_said_how_to_provide_the_vocabulary(monkeypatch,
     tokenizer.gpt2.cache_clear()
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tokenizer.tiktoken.registry, "ENCODINGS", {})
-    with pytest.raises(ValueError, match="set TIKTOKEN_CACHE_DIR to a folder in which tiktoken has it") as error:
+    with pytest.raises(
+        ValueError, match="set TIKTOKEN_CACHE_DIR to a folder in which tiktoken has it"
+    ) as error:
         tokenizer.tokenizer("gpt2")
     tokenizer.gpt2.cache_clear()
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("bad", [("gpt2", 256), ("gpt2", 50_258), ("gpt2", -1), ("words", 0), ("bytes", 300)])
+@pytest.mark.parametrize(
+    "bad", [("gpt2", 256), ("gpt2", 50_258), ("gpt2", -1), ("words", 0), ("bytes", 300)]
+)
 def test_bad_tokenizers_are_refused(bad):
     with pytest.raises(ValueError, match="bytes|257 to 50257"):
         tokenizer.tokenizer(*bad)
-
-
-@pytest.fixture
-def started(monkeypatch):
-    """The processes that were."""
-    found, start = [], subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda *words, **how: found.append(start(*words, **how)) or found[-1])
-    return found
-
-
-CHUNKS = [["the cat", "", "é" * n] for n in range(30)]
-
-
-@pytest.mark.parametrize("processes", [1, 3])
-def test_texts_are_tokenized_in_order_by_any_number_of_processes(started, processes):
-    """Twice by the same ones; of texts without end a few are in memory."""
-    with tokenizer.encoders(BYTES, processes) as encoded:
-        assert not started
-        for _ in range(2):
-            begun = []
-            chunks = (begun.append(len(begun)) or chunk for chunk in CHUNKS)
-            for i, (texts, ids) in enumerate(encoded(chunks)):
-                assert texts == CHUNKS[i] and all(a.dtype == np.uint16 for a in ids)
-                assert [BYTES.decode(a) for a in ids] == texts
-                assert len(begun) <= i + 1 + 2 * processes
-            assert i == 29 and len(started) == processes
-    assert all(process.returncode == 0 for process in started)
-
-
-def test_processes_end_with_who_started_them(started):
-    """Who stops early, as a signal makes it, and also where a reader fails."""
-
-    def broken():
-        yield CHUNKS[0]
-        raise ValueError("no JSON")
-
-    for chunks, error in ((CHUNKS, KeyboardInterrupt), (broken(), ValueError)):
-        with pytest.raises(error), tokenizer.encoders(BYTES, 2) as encoded:
-            for _ in encoded(chunks):
-                raise KeyboardInterrupt
-    assert len(started) == 4 and all(process.returncode == 0 for process in started)
-
-
-def test_a_process_that_is_killed_is_said(started):
-    with tokenizer.encoders(BYTES, 2) as encoded:
-        work = encoded(CHUNKS * 9)
-        next(work)
-        started[0].kill()
-        with pytest.raises(OSError, match="a process that tokenizes has ended"):
-            list(work)
-    assert [process.returncode for process in started] == [-9, 0]

@@ -1,0 +1,34 @@
+"""Texts that the tests of this folder prepare."""
+
+import gzip
+import json
+
+import numpy as np
+
+
+def documents_of(n, seed=0):
+    """n documents of a bit more than 4096 characters each; no two lines are alike.
+
+    Each ends with an empty line, so that a .txt file of them is cut into just these documents.
+    """
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(n):
+        words = rng.integers(0, 2**32, (65, 8))
+        lines = [" ".join(f"{word:08x}" for word in row) for row in words]
+        found.append("\n".join(lines) + "\n\n")
+    return found
+
+
+def write_text(path, documents):
+    """A .txt file of these documents; its path, as a str."""
+    path.write_text("".join(documents))
+    return str(path)
+
+
+def write_c4(path, documents):
+    """A gzipped file in C4's format."""
+    path.parent.mkdir(exist_ok=True)
+    rows = [json.dumps({"text": document, "url": "x"}) + "\n" for document in documents]
+    with gzip.open(path, "wt") as file:
+        file.write("".join(rows))

@@ -1,0 +1,125 @@
+"""Texts are tokenized in order by many processes, which are small and end with their parent."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from text.tokenizer import tokenizer
+from text.workers import Workers
+
+ROOT = Path(__file__).resolve().parents[2]
+BYTES = tokenizer("bytes")
+CHUNKS = [["the cat", "", "é" * n] for n in range(30)]
+
+
+def workers_alive():
+    return multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_texts_are_tokenized_in_order_by_any_number_of_processes(processes):
+    """They start when needed, stay, and hold few chunks at a time; they end with the block."""
+    with Workers(BYTES, processes) as workers:
+        assert not workers_alive()
+        for _ in range(2):
+            asked = []
+
+            def chunks(asked=asked):
+                for chunk in CHUNKS:
+                    asked.append(chunk)
+                    yield chunk
+
+            done = 0
+            for texts, ids in workers.encode(chunks()):
+                assert texts == CHUNKS[done] == [BYTES.decode(each) for each in ids]
+                done += 1
+                assert len(asked) <= done + 2 * processes
+            assert done == 30 and len(workers_alive()) == processes
+    assert not workers_alive()
+
+
+def test_workers_end_where_their_caller_fails_or_is_stopped():
+    def broken():
+        yield CHUNKS[0]
+        raise ValueError("no JSON")
+
+    for chunks, error in ((CHUNKS, KeyboardInterrupt), (broken(), ValueError)):
+        with pytest.raises(error), Workers(BYTES, 2) as workers:
+            for _ in workers.encode(chunks):
+                raise KeyboardInterrupt
+        assert not workers_alive()
+
+
+def test_a_worker_that_is_killed_is_said_and_one_that_hears_ctrl_c_goes_on():
+    with Workers(BYTES, 2) as workers:
+        work = workers.encode(CHUNKS * 9)
+        next(work)
+        for process in workers_alive():
+            os.kill(process.pid, signal.SIGINT)
+        assert len([next(work) for _ in range(60)]) == 60
+        workers_alive()[0].kill()
+        with pytest.raises(OSError, match="a process that tokenizes has ended; is the memory"):
+            list(work)
+    assert not workers_alive()
+
+
+def test_a_worker_is_small():
+    """It has none of the modules of the process that started it, such as JAX, and two threads."""
+    with Workers(BYTES, 1) as workers:
+        next(workers.encode(CHUNKS[:1]))
+        modules = workers.pool.submit(eval, "set(__import__('sys').modules)").result()
+        assert {"jax", "pytest", "data"} <= set(sys.modules)
+        assert "numpy" in modules and not {"jax", "pytest", "data"} & modules
+        if sys.platform == "linux":
+            threads = workers.pool.submit(os.listdir, "/proc/self/task").result()
+            assert len(threads) == 2  # one waits for the end of the parent
+
+
+PROGRAM = """
+import os, sys, time
+print("program", flush=True)
+from text.tokenizer import tokenizer
+from text.workers import Workers
+if __name__ == "__main__":
+    with Workers(tokenizer("bytes"), 2) as workers:
+        for _ in workers.encode([["text"] * 64] * 50):
+            pass
+        print("done", flush=True)
+        if sys.argv[1:] == ["wait"]:
+            time.sleep(600)
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts PROGRAM where every Python prints something before it does anything else."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "sitecustomize.py").write_text("print('hello')")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+
+    def start(*words):
+        command = [sys.executable, tmp_path / "program.py", *words]
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+    return start
+
+
+def test_what_a_python_prints_disturbs_nothing_and_the_program_is_imported_once(start):
+    said, _ = start().communicate(timeout=60)
+    assert said.count("hello") >= 3  # the program, and two workers
+    assert said.count("program") == said.count("done") == 1
+
+
+def test_no_worker_outlives_a_parent_that_is_killed(start):
+    """The pipe that all of them print to ends when the last of them has ended."""
+    process = start("wait")
+    while "done" not in process.stdout.readline():
+        assert process.poll() is None
+    process.kill()
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL

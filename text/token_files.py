@@ -1,0 +1,356 @@
+"""Token files: a corpus is tokenized once, into flat files of ids of which a run reads slices.
+
+Each source of a corpus becomes a shard: a file of ids for training, one for validation, and a
+record of their counts and checksums. An id takes 16 bits; after each document comes end-of-text.
+
+    data/c4-gpt2-3fd308961059/   corpus, tokenizer, and a hash of all that the ids depend on
+        lock                     held by the process that works here
+        00000.train.bin          ids of the first source's training documents
+        00000.val.bin            ids of its validation documents
+        00000.json               their counts and checksums: this shard is finished
+        00001.train.bin
+        00001.val.bin
+        00001.progress           counts of what is on disk so far: this shard is being written
+
+Nothing is counted before it is on disk. So an interruption, kill -9 included, costs seconds of
+work: the next process cuts the files to what was counted and goes on from there. A shard whose
+checksums are wrong is made again.
+
+Validation documents never appear in training. A corpus may bring whole files of them, as C4 does.
+Otherwise they are the documents with the smallest hashes, 5% of all. A hash depends on nothing but
+the text, so a document that occurs twice cannot be on both sides.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from contextlib import closing, suppress
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from runtime.files import UNREADABLE, digest, locked, named, write_file
+from text import documents
+from text.workers import Workers, cores
+
+SIDES = ("train", "val")
+COUNTS = ("documents", "train_tokens", "train_bytes", "val_tokens", "val_bytes")  # of a shard
+HELD_OUT = 0.05  # fraction of the documents that only validation reads
+SMALL = 2**28  # bytes; of a smaller corpus exactly this fraction is held out, so it is read twice
+LARGE = 2**22  # bytes of a source from which on it pays to start processes
+CHUNK = 64  # documents that are tokenized at a time
+SAVE_SECONDS = 10  # from one record of progress to the next
+
+
+class TooShort(ValueError):
+    """A corpus has no window for training, or none for validation."""
+
+
+def make(corpus, tokenizer, context, need, folder):
+    """The token files of a corpus, made if they are not there yet: (train, val, meta).
+
+    train, val: the ids of each side, a Joined. meta: the COUNTS of the corpus, and for each side
+    its sha256. Arguments and errors are those of `data.prepare`.
+    """
+    sources = documents.sources(corpus)
+    home = Path(folder) / folder_name(corpus, sources, tokenizer)
+    with locked(home / "lock"), Workers(tokenizer, cores()) as workers:
+        was_begun = any(home.glob("*.json")) or any(home.glob("*.progress"))
+        try:
+            shards = list(make_shards(sources, home, workers, context, need))
+            meta = total(shards)
+            check_length(corpus, meta, context)
+        except ValueError as error:
+            # Shards that were finished before a later file turned out to be bad are kept.
+            is_useful = any(home.glob("*.json")) and not isinstance(error, TooShort)
+            if not was_begun and not is_useful:
+                remove(home)
+            raise
+    train = Joined(token_files(home, "train", len(shards)), tokenizer.vocab_size)
+    val = Joined(token_files(home, "val", len(shards)), tokenizer.vocab_size)
+    return train, val, meta
+
+
+def folder_name(corpus, sources, tokenizer):
+    """A name for the folder of token files, another one wherever the ids could be others."""
+    text = [[source.name, source.stamp] for source in sources]
+    key = digest([text, tokenizer.name, tokenizer.vocab_size, HELD_OUT, documents.PIECE])
+    return f"{Path(corpus).stem}-{tokenizer.name}-{key[:12]}"
+
+
+def token_files(home, side, shards):
+    """The paths of one side's files, in order."""
+    return [home / f"{number:05}.{side}.bin" for number in range(shards)]
+
+
+def total(shards):
+    """The counts of the whole corpus, and of each side the sha256 of its shards' checksums."""
+    meta = {name: sum(shard[name] for shard in shards) for name in COUNTS}
+    meta["sha256"] = {}
+    for side in SIDES:
+        checksums = "".join(shard["sha256"][side] for shard in shards)
+        meta["sha256"][side] = hashlib.sha256(checksums.encode()).hexdigest()
+    return meta
+
+
+def check_length(corpus, meta, context):
+    """Raises TooShort if a side of the corpus is shorter than one window."""
+    count = meta["documents"]
+    if not count:
+        raise TooShort(f"data {corpus}: it is empty")
+    for side, name in (("train", "training"), ("val", "validation")):
+        tokens = meta[f"{side}_tokens"]
+        if tokens < context + 1:
+            have = f"{tokens} {name} tokens in {count} documents"
+            need = f"a window of context {context} + 1; give a longer text or a smaller --context"
+            raise TooShort(f"data {corpus}: {have} are too few for {need}")
+
+
+def remove(home):
+    """Removes a folder, and the one that it is in if that is then empty."""
+    shutil.rmtree(home, ignore_errors=True)
+    with suppress(OSError):
+        os.rmdir(home.parent)
+
+
+# ---- shards --------------------------------------------------------------------------------------
+
+
+def make_shards(sources, home, workers, context, need):
+    """Makes one shard after another, and yields its counts, until there is enough text.
+
+    All held-out sources come first. Then others follow, each taken whole, until there are `need`
+    training tokens and one window of validation.
+    """
+    holdout = Holdout(sources)
+    train_tokens = 0
+    val_tokens = 0
+    in_order = sorted(sources, key=lambda source: not source.held_out)
+    for number, source in enumerate(in_order):
+        is_enough = train_tokens >= need and val_tokens > context
+        if is_enough and not source.held_out:
+            return
+        path = home / f"{number:05}"
+        counts = finished(path)
+        if counts is None:
+            counts = write(source, path, workers, holdout, train_tokens, need)
+            finish(path, counts)
+        train_tokens += counts["train_tokens"]
+        val_tokens += counts["val_tokens"]
+        yield counts
+
+
+def finished(path):
+    """The counts of a shard, or None if it is not finished or, which is said, damaged."""
+    done = Path(f"{path}.json")
+    if not done.exists():
+        return None
+    # A kill may have left counts of progress. If the files are damaged, they are no longer true.
+    Path(f"{path}.progress").unlink(missing_ok=True)
+    counts = read(done)
+    if counts and checksums(path) == counts["sha256"]:
+        return counts
+    print(f"{path}: a token file is damaged; it is made again", file=sys.stderr)
+    done.unlink()
+    return None
+
+
+def finish(path, counts):
+    """Records that a shard is finished; adds its checksums to the counts."""
+    counts["sha256"] = checksums(path)
+    record(Path(f"{path}.json"), counts)
+    Path(f"{path}.progress").unlink()
+
+
+def write(source, path, workers, holdout, train_tokens, need):
+    """Tokenizes a source, or the rest of it, into the files of a shard; returns their counts.
+
+    For the progress bar: the shards before have train_tokens of the `need` training tokens.
+    """
+    counts = progress(path)
+    start = train_tokens + counts["train_tokens"]
+    end_of_text = np.uint16(workers.tokenizer.end_of_text).tobytes()
+    with (
+        named(path),
+        open(f"{path}.train.bin", "ab") as train,
+        open(f"{path}.val.bin", "ab") as val,
+        closing(source.read()) as texts,
+        progress_bar(source.name, start, need) as bar,
+    ):
+        files = {"train": train, "val": val}
+        for side in SIDES:
+            files[side].truncate(2 * counts[f"{side}_tokens"])
+        unread = islice(texts, counts["documents"], None)
+        saved = time.monotonic()
+        for chunk, chunk_ids in encoded(chunks(unread), source.size, workers):
+            for text, ids in zip(chunk, chunk_ids, strict=True):
+                side = "val" if source.held_out or text in holdout else "train"
+                files[side].write(ids.tobytes() + end_of_text)
+                counts[f"{side}_tokens"] += len(ids) + 1
+                counts[f"{side}_bytes"] += len(text.encode())
+            counts["documents"] += len(chunk)
+            bar.update(train_tokens + counts["train_tokens"] - bar.n)
+            if time.monotonic() - saved > SAVE_SECONDS:
+                save(path, files, counts)
+                saved = time.monotonic()
+        save(path, files, counts)
+    return counts
+
+
+def progress(path):
+    """The counts of what an earlier process left of a shard; zeros if not all of it is there."""
+    nothing = dict.fromkeys(COUNTS, 0)
+    counts = read(Path(f"{path}.progress")) or nothing
+    for side in SIDES:
+        file = Path(f"{path}.{side}.bin")
+        size = file.stat().st_size if file.exists() else 0
+        if size < 2 * counts[f"{side}_tokens"]:
+            return nothing
+    return counts
+
+
+def save(path, files, counts):
+    """Records progress, once all that it counts is on disk."""
+    for file in files.values():
+        file.flush()
+        os.fsync(file.fileno())
+    record(Path(f"{path}.progress"), counts)
+
+
+def chunks(texts):
+    """Lists of CHUNK texts each; the last may be shorter."""
+    while chunk := list(islice(texts, CHUNK)):
+        yield chunk
+
+
+def encoded(chunks, size, workers):
+    """For each chunk, yields its texts and the ids of each, in order.
+
+    size: bytes of the source. Where tokenizing is quick, or the text small, this process does it.
+    """
+    encode = workers.tokenizer.encode
+    is_small = 0 < size < LARGE  # of C4's files, whose size is not known, none is
+    if workers.tokenizer.name == "bytes" or is_small:
+        return ((texts, map(encode, texts)) for texts in chunks)
+    return workers.encode(chunks)
+
+
+def progress_bar(name, start, need):
+    """A bar of training tokens, from `start` to `need`, where there is a terminal."""
+    total = need if need < float("inf") else None
+    unit = {"unit": " tokens", "unit_scale": True}
+    return tqdm(desc=name, initial=start, total=total, disable=None, **unit)
+
+
+# ---- validation ----------------------------------------------------------------------------------
+
+
+class Holdout:
+    """The set of documents that are held out by their hashes: `text in holdout`.
+
+    It is empty if whole sources are held out. Of a corpus below SMALL bytes it is exactly the 5%
+    with the smallest hashes, and one document at least, which takes a pass over the whole corpus.
+    Of a larger one it is the documents whose hash is below 5% of all possible hashes.
+    """
+
+    def __init__(self, sources):
+        self.sources = sources
+
+    def __contains__(self, text):
+        return hash_of(text) <= self.largest
+
+    @cached_property  # when the first document asks: not where all shards are finished
+    def largest(self):
+        """The largest hash that is held out, 8 bytes. Empty, it is smaller than every hash."""
+        if any(source.held_out for source in self.sources):
+            return b""
+        if sum(source.size for source in self.sources) > SMALL:
+            return int(HELD_OUT * 2**64).to_bytes(8, "big")
+        hashes = set()
+        for source in self.sources:
+            hashes.update(map(hash_of, source.read()))
+        if len(hashes) < 2:
+            return b""
+        count = max(1, round(HELD_OUT * len(hashes)))
+        return sorted(hashes)[count - 1]
+
+
+def hash_of(text):
+    """8 bytes that depend on the whole text and on nothing else."""
+    return hashlib.sha256(text.encode()).digest()[:8]
+
+
+# ---- records -------------------------------------------------------------------------------------
+
+
+def record(path, counts):
+    """Writes counts, with a hash of them."""
+    content = json.dumps(counts | {"check": digest(counts)})
+    write_file(path, lambda file: file.write(content.encode()))
+
+
+def read(path):
+    """The counts that were recorded; None if there are none, or others than were written."""
+    with suppress(*UNREADABLE):
+        counts = dict(json.loads(path.read_text()))
+        if counts.pop("check", None) == digest(counts):
+            return counts
+    return None
+
+
+def checksums(path):
+    """The sha256 of each file of a shard; None for one that is not there."""
+    return {side: checksum(f"{path}.{side}.bin") for side in SIDES}
+
+
+def checksum(path):
+    """The sha256 of a file; None if there is none."""
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+class Joined:
+    """Files of ids one behind another, as one array of which slices are read: `joined[a:b]`.
+
+    A slice is read from disk, uint16 [b - a]; nothing is kept in memory and no file stays open. It
+    raises OSError if a file ends early, or holds a number that is no id: vocab_size or larger.
+    """
+
+    def __init__(self, paths, vocab_size):
+        lengths = [Path(path).stat().st_size // 2 for path in paths]
+        self.paths = paths
+        self.ends = np.cumsum(lengths, dtype=int)  # places in the array
+        self.starts = self.ends - lengths
+        self.vocab_size = vocab_size
+
+    def __len__(self):
+        return int(self.ends[-1])
+
+    def __getitem__(self, where):
+        start, stop, _ = where.indices(len(self))
+        found = [np.empty(0, np.uint16)]
+        while start < stop:
+            number = np.searchsorted(self.ends, start, side="right")  # of the file that has `start`
+            end = min(stop, self.ends[number])
+            first = start - self.starts[number]
+            found.append(self.read(self.paths[number], first, end - start))
+            start = end
+        return np.concatenate(found)
+
+    def read(self, path, start, count):
+        """`count` ids of one file."""
+        ids = np.fromfile(path, np.uint16, count, offset=2 * start)
+        if len(ids) < count or ids.max() >= self.vocab_size:
+            what = f"it ends early or holds an id that is none of {self.vocab_size}"
+            remedy = "remove it, and the same command makes it again"
+            raise OSError(f"{path} is damaged: {what}; {remedy}")
+        return ids

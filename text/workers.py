@@ -1,0 +1,124 @@
+"""Many processes that tokenize: lists of texts in, ids out, in the same order.
+
+Tokenizing keeps a core busy, and the threads of one process get in each other's way. So a large
+text is tokenized by a pool of processes, the workers, one for each core. Each is a new Python
+("spawn"), not a copy of this one ("fork"), which would not survive JAX's threads. Four things make
+it small, and end it in time:
+
+- A worker imports this file and the tokenizer, but not the program that runs. Left alone, Python
+  would have each worker of `python train.py` import train.py, and so JAX. So an empty module
+  stands in for the program while a worker starts.
+- NumPy starts no threads in a worker.
+- Ctrl-C reaches all processes of a terminal. Workers do not hear it; their parent ends them.
+- A thread in each worker waits until the parent ends, by kill -9 too, and then ends the worker.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import types
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from functools import lru_cache
+
+
+def cores():
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # on Linux; it heeds limits such as taskset's
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+class Workers:
+    """A pool of `processes` workers, which start when first needed and end with the block."""
+
+    def __init__(self, tokenizer, processes):
+        self.tokenizer = tokenizer
+        self.processes = processes
+        self.pool = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        if self.pool:
+            self.pool.shutdown(cancel_futures=True)
+
+    def encode(self, chunks):
+        """For each chunk, a list of texts, yields that list and the list of their ids, in order.
+
+        A few chunks are held at a time, so that memory does not grow with the text. Raises OSError
+        if a worker is killed, as a machine does whose memory is full.
+        """
+        waiting = deque()
+        try:
+            for texts in chunks:
+                waiting.append((texts, self.submit(texts)))
+                if len(waiting) > 2 * self.processes:
+                    yield finished(*waiting.popleft())
+            while waiting:
+                yield finished(*waiting.popleft())
+        except BrokenProcessPool:
+            reason = "a process that tokenizes has ended; is the memory full?"
+            raise OSError(reason) from None
+
+    def submit(self, texts):
+        """A future of the ids of these texts. The pool starts a worker if none is idle."""
+        name, vocab_size = self.tokenizer.name, self.tokenizer.vocab_size
+        if self.pool is None:
+            spawn = multiprocessing.get_context("spawn")
+            self.pool = ProcessPoolExecutor(self.processes, spawn, initializer=begin)
+        with starting_workers():
+            return self.pool.submit(encode_in_worker, name, vocab_size, texts)
+
+
+def finished(texts, future):
+    """Texts and their ids, once these are there."""
+    return texts, future.result()
+
+
+@contextmanager
+def starting_workers():
+    """A process that starts in this block does not import the program, and is deaf to Ctrl-C."""
+    program = sys.modules["__main__"]
+    # A new process inherits which signals are blocked. In this one, Ctrl-C is only delayed.
+    blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = program
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
+
+
+# ---- in a worker ---------------------------------------------------------------------------------
+
+
+def begin():
+    """What a worker does first."""
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # NumPy reads it when it is imported: see below
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent():
+    """Ends this process when its parent has ended, in whatever way."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def encode_in_worker(name, vocab_size, texts):
+    """The ids of each text, by the tokenizer of this name and size."""
+    tokenizer = tokenizer_of_worker(name, vocab_size)
+    return [tokenizer.encode(text) for text in texts]
+
+
+@lru_cache(maxsize=1)
+def tokenizer_of_worker(name, vocab_size):
+    """The tokenizer, made once."""
+    from text.tokenizer import tokenizer  # not above, as it imports NumPy
+
+    return tokenizer(name, vocab_size)
