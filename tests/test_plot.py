@@ -19,6 +19,8 @@ def make_run(path, method="gn", batch=4096, speed=0.5, seed=0, steps=8, every=1,
     flags = dict(method=method, model="tiny", data="stdlib", tokenizer="bytes", batch=batch, inner_batch=8, context=128)
     flags |= dict(steps=steps, lr=speed, warmup=0.0, seed=seed, out=None)
     flags["schedule"] = "global cosine" if "gn" in method else "cosine"
+    if "gn" in method:
+        flags["inner_warmup"] = 0.0
     (folder / "config.json").write_text(json.dumps({"config": flags | more, "about": {}}))
     losses = {t: 2 + 3 * (1 + t) ** -speed + seed / 100 for t in range(0, steps + 1, every)}
     rows = [{"step": t, "tokens": 1000 + t * batch, "val_loss": loss, "alpha": None} for t, loss in losses.items()]
@@ -36,7 +38,7 @@ def curves(ax):
 
 
 def figures(*folders, target=None):
-    return plot.draw(plot.gather([folder for folder, _ in folders]), target)
+    return plot.draw(plot.keep_best(plot.read_runs([folder for folder, _ in folders])), target)
 
 
 def test_steps_to_the_target_are_each_seeds_own(tmp_path):
