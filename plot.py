@@ -76,42 +76,44 @@ rcParams["axes.spines.top"] = False
 rcParams["axes.spines.right"] = False
 rcParams["svg.hashsalt"] = "plot"  # equal runs give equal files
 
-MEASURED = ["step", "tokens", "val_loss", "alpha"]
-STATISTICS = ["mean", "min", "max"]
+MEASURED = ["step", "tokens", "val_loss", "alpha"]  # the columns of a log that figures show
+STATISTICS = ["mean", "min", "max"]  # of the runs of a group: a curve and its band
 NETWORK = ["model", "vocab_size", "context", "d_model", "d_ff", "n_layers", "n_heads", "n_kv_heads"]
 NETWORK += ["mlp", "qk_norm"]
 SAME = [*NETWORK, "tokenizer", "data", "eval_tokens"]  # or losses cannot be compared
 
 
-# ---- tables ----------------------------------------------------------------------------------
+# ---- tables --------------------------------------------------------------------------------------
 
 
 def read_run(folder):
     """The flags of a run, a dict, and its rows, a list of dicts: one for each evaluation.
 
-    A row holds what was measured (step, tokens, val_loss, alpha; NaN where it was not) and every
-    flag except `tokens`. To the flags are added:
+    A row holds what was measured there (see MEASURED; NaN for what was not) and every flag except
+    `tokens`, as a row's tokens are those read so far. These are added to the flags:
 
-    title          of the method
-    place          of the method in METHODS
-    inner_steps    inner batches in a batch
-    inner_tokens   tokens in an inner batch
-    outer_steps    outer steps of the whole run
-    has_inner_loop whether the method takes an optimizer step on every inner batch
-    group          a text that is equal for runs that differ only in their seed
-    run            a text that is equal for runs that differ in nothing
+    title           of the method
+    place           of the method in METHODS
+    inner_steps     inner batches in a batch
+    inner_tokens    tokens in an inner batch
+    outer_steps     outer steps of the whole run
+    has_inner_loop  whether the method takes an optimizer step on every inner batch
+    group           a text that is equal for runs that differ only in their seed
+    run             a text that is equal for runs that do not differ
     """
     text = (folder / "config.json").read_text()
-    run = {"schedule": None, "warmup": 0.0, "inner_warmup": None} | json.loads(text)["config"]
+    run = {"schedule": None} | json.loads(text)["config"]
     run["title"] = METHODS[run["method"]].title
     run["place"] = list(METHODS).index(run["method"])
     run["inner_tokens"] = run["inner_batch"] * run["context"]
     run["inner_steps"] = max(1, round(run["batch"] / run["inner_tokens"]))
     run["outer_steps"] = int(run["steps"])
-    run["has_inner_loop"] = run["inner_warmup"] is not None
+    run["has_inner_loop"] = "inner_warmup" in run
+    run["warmup"] = float(run.get("warmup", 0))
+    run["inner_warmup"] = float(run.get("inner_warmup", 0))
     run["target_loss"] = float(run.get("target_loss") or 0)
 
-    # Two folders with the same text hold comparable runs, whatever their names are.
+    # Neither the name of the text nor that of the folder matters, if the text is the same.
     run["data"] = run.get("corpus", run["data"])
     run["out"] = None
     run["group"] = json.dumps(run | {"seed": None}, sort_keys=True)
@@ -143,21 +145,29 @@ def read_runs(folders):
     return pd.DataFrame(itertools.chain.from_iterable(rows.values()))
 
 
+def drop_diverged(table):
+    """The rows of groups without a run that diverged; such a run has a row without a loss."""
+    finite = np.isfinite(table.val_loss)
+    return table[finite.groupby(table.group).transform("all")]
+
+
 def keep_best(table):
     """The rows of the best group of each method and batch, in the order of METHODS and by batch.
 
     Raises ValueError if no group is left.
     """
     if len(table):
-        finite = np.isfinite(table.val_loss)
-        table = table[finite.groupby(table.group).transform("all")]
+        table = drop_diverged(table)
     if table.empty:
         raise ValueError("none of these runs has a loss to show")
 
+    # One row for each group: whether a run of it is finished, and the mean final loss.
     last = table.groupby("run", sort=False).tail(1)
     done = (last.step >= last.outer_steps) | (last.val_loss <= last.target_loss)
     groups = last.assign(done=done).groupby("group", sort=False)
     ranking = groups.agg({"method": "first", "batch": "first", "done": "any", "val_loss": "mean"})
+
+    # Finished groups first, then by loss; of each method and batch the first one is kept.
     ranking = ranking.sort_values(["done", "val_loss"], ascending=[False, True], kind="stable")
     best = ranking.drop_duplicates(["method", "batch"])
 
@@ -166,7 +176,11 @@ def keep_best(table):
 
 
 def keep_one_batch(table):
-    """The rows at the largest batch that most methods have; of the others, at their largest."""
+    """The rows of one batch of each method, to compare methods at.
+
+    It is the largest of the batches that most methods have. A method that has no run there keeps
+    its own largest batch.
+    """
     methods = table.groupby("batch").method.nunique()
     shared = methods.index[methods == methods.max()].max()
     largest = table.groupby("method").batch.transform("max")
@@ -204,7 +218,7 @@ def default_target(table):
     return worst.groupby("method").min().max()
 
 
-# ---- panels: each function draws on one pair of axes --------------------------------------------
+# ---- panels: each function draws on one pair of axes ---------------------------------------------
 
 
 def draw_curve(ax, method, curve, **look):
@@ -302,7 +316,7 @@ def draw_schedules(ax, runs):
         label = run.schedule.replace("+", "+\n")
         if run.warmup:
             label += f",\nwarmup {run.warmup:g}"
-        if run.has_inner_loop and run.inner_warmup:
+        if run.inner_warmup:
             label += f",\ninner warmup {run.inner_warmup:g}"
         draw_curve(ax, run.method, schedule_of(run), label=label, marker="")
     ax.set(xlabel="outer steps", ylabel="learning rate / its peak", ylim=(-0.05, 1.05))
@@ -326,7 +340,7 @@ def draw_step_sizes(ax, rows):
     ax.set(xlabel="outer steps", ylabel="step size α", ylim=(0.8 * bottom, 1.2))
 
 
-# ---- ticks and labels --------------------------------------------------------------------------
+# ---- ticks and labels ----------------------------------------------------------------------------
 
 
 def human(number, position=None):
@@ -403,7 +417,7 @@ def last_y(line):
     return line.get_ydata()[-1]
 
 
-# ---- figures: each function returns a list of panels, from left to right -----------------------
+# ---- figures: each function returns a list of panels, from left to right -------------------------
 
 
 def loss_panels(shown):
@@ -446,7 +460,8 @@ def batch_panels(table, target):
 
 def schedule_panels(shown):
     """The schedules of the methods with an inner loop, and those of the others."""
-    runs = shown.dropna(subset="schedule").drop_duplicates(["schedule", "warmup", "inner_warmup"])
+    settings = ["has_inner_loop", "schedule", "warmup", "inner_warmup"]
+    runs = shown.dropna(subset="schedule").drop_duplicates(settings)
     with_inner_loop = runs[runs.has_inner_loop]
     others = runs[~runs.has_inner_loop]
     return [partial(draw_schedules, runs=side) for side in (with_inner_loop, others) if len(side)]
