@@ -195,12 +195,12 @@ def keep_common_steps(table):
     return table[runs_with_step == runs]
 
 
-def final_losses(table):
+def find_final_losses(table):
     """The last loss of each run: a Series by method, batch and run."""
     return table.groupby(["method", "batch", "run"], sort=False).val_loss.last()
 
 
-def steps_to_target(table, target):
+def find_steps_to_target(table, target):
     """The first step after which the loss is at or below target: a Series by method, batch, run.
 
     A step counts only if the loss was measured there. Groups with a run that has no such step are
@@ -212,9 +212,9 @@ def steps_to_target(table, target):
     return reached.groupby(["method", "batch", "run"], sort=False).step.first()
 
 
-def default_target(table):
+def choose_target(table):
     """The smallest loss that every method comes to, at one batch at least, with all its seeds."""
-    worst = final_losses(table).groupby(["method", "batch"]).max()
+    worst = find_final_losses(table).groupby(["method", "batch"]).max()
     return worst.groupby("method").min().max()
 
 
@@ -238,7 +238,7 @@ def draw_losses(ax, table, x):
     for method, rows in table.groupby("method", sort=False):
         label = rows.title.iloc[0]
         if batches_differ:
-            label += f",\nbatch {human(rows.batch.iloc[0])}"
+            label += f",\nbatch {format_count(rows.batch.iloc[0])}"
         draw_curve(ax, method, rows.groupby(x).val_loss.agg(STATISTICS), label=label)
 
     xlabel = {"step": "outer steps", "tokens": "tokens read"}[x]
@@ -258,12 +258,12 @@ def draw_against_batch(ax, values):
 
 def draw_final_losses(ax, table, bounds=None):
     """Final loss against batch; bounds: rows of Muon at the inner batch, drawn as dotted lines."""
-    draw_against_batch(ax, final_losses(table))
+    draw_against_batch(ax, find_final_losses(table))
     ax.set(ylabel="final validation loss (nats a token)")
     if bounds is None:
         return
     ends = [table.batch.min(), table.batch.max()]
-    for loss in final_losses(bounds).groupby("batch").mean():
+    for loss in find_final_losses(bounds).groupby("batch").mean():
         ax.plot(ends, [loss, loss], ":", color="grey", label="Muon at the\ninner batch")
 
 
@@ -273,7 +273,7 @@ def draw_steps_to_target(ax, table, target):
     Scaling is optimal where twice the batch takes half the steps. The dotted line shows it from
     the group that came to the target with the fewest tokens. Raises ValueError if none did.
     """
-    steps = steps_to_target(table, target)
+    steps = find_steps_to_target(table, target)
     if steps.empty:
         raise ValueError(f"no run takes a step to come to the target loss {target}")
     draw_against_batch(ax, steps)
@@ -287,7 +287,7 @@ def draw_steps_to_target(ax, table, target):
     ax.plot(x, y, ":", color="grey", label="optimal scaling")
 
 
-def schedule_of(run):
+def compute_schedule(run):
     """The learning rate of every inner step as a share of its peak: a table like a curve's.
 
     run: a row of the table.
@@ -318,7 +318,7 @@ def draw_schedules(ax, runs):
             label += f",\nwarmup {run.warmup:g}"
         if run.inner_warmup:
             label += f",\ninner warmup {run.inner_warmup:g}"
-        draw_curve(ax, run.method, schedule_of(run), label=label, marker="")
+        draw_curve(ax, run.method, compute_schedule(run), label=label, marker="")
     ax.set(xlabel="outer steps", ylabel="learning rate / its peak", ylim=(-0.05, 1.05))
 
 
@@ -343,7 +343,7 @@ def draw_step_sizes(ax, rows):
 # ---- ticks and labels ----------------------------------------------------------------------------
 
 
-def human(number, position=None):
+def format_count(number, position=None):
     """A count as the flags take it, such as 400k, 1.2m or 3b; a number below one as a fraction.
 
     position: unused; matplotlib gives it to whatever writes its ticks.
@@ -359,7 +359,7 @@ def human(number, position=None):
 def set_ticks(ax):
     """Gives the axes a few ticks, at round numbers."""
     whole = ticker.MaxNLocator(4, integer=True, steps=[1, 2, 5, 10])
-    ax.xaxis.set(major_locator=whole, major_formatter=human)
+    ax.xaxis.set(major_locator=whole, major_formatter=format_count)
     for axis in (ax.xaxis, ax.yaxis):
         if axis.get_scale() == "log":
             set_log_ticks(axis)
@@ -371,7 +371,9 @@ def set_log_ticks(axis):
     low, high = axis.get_view_interval()
     few = base == 10 and high < 60 * low
     locator = ticker.LogLocator(base, subs=(1, 2, 5) if few else (1,))
-    axis.set(major_locator=locator, minor_locator=ticker.NullLocator(), major_formatter=human)
+    axis.set(
+        major_locator=locator, minor_locator=ticker.NullLocator(), major_formatter=format_count
+    )
 
 
 def place_labels(wanted, heights, low, high):
@@ -388,7 +390,7 @@ def place_labels(wanted, heights, low, high):
 def label_curves(ax):
     """Writes the label of each curve to the right of the axes, with a thin line to its end."""
     ax.autoscale_view()  # now, as transData needs the limits; otherwise drawing the figure does it
-    lines = sorted(ax.lines, key=last_y)
+    lines = sorted(ax.lines, key=find_last_y)
     ends = [line.get_xydata()[-1] for line in lines]
     labels = [line.get_label() for line in lines]
 
@@ -412,7 +414,7 @@ def label_curves(ax):
         )
 
 
-def last_y(line):
+def find_last_y(line):
     """Where a line ends."""
     return line.get_ydata()[-1]
 
@@ -420,12 +422,12 @@ def last_y(line):
 # ---- figures: each function returns a list of panels, from left to right -------------------------
 
 
-def loss_panels(shown):
+def plan_losses(shown):
     """Loss against outer steps, and against tokens."""
     return [partial(draw_losses, table=shown, x=x) for x in ("step", "tokens")]
 
 
-def method_panels(table, shown):
+def plan_methods(table, shown):
     """Gauss-Newton beside its variants: against batch if one has several, else against steps."""
     panels = []
     for variant in ("layerwise_gn", "gn_prox"):
@@ -441,7 +443,7 @@ def method_panels(table, shown):
     return panels
 
 
-def batch_panels(table, target):
+def plan_batches(table, target):
     """Final loss, and steps to the target loss, against batch; nothing where all have one batch."""
     if table.batch.nunique() == 1:
         return []
@@ -451,14 +453,14 @@ def batch_panels(table, target):
     bounds = table[is_bound]
     table = table[~is_bound]
     if target is None:
-        target = default_target(table)
+        target = choose_target(table)
     return [
         partial(draw_final_losses, table=table, bounds=bounds),
         partial(draw_steps_to_target, table=table, target=target),
     ]
 
 
-def schedule_panels(shown):
+def plan_schedules(shown):
     """The schedules of the methods with an inner loop, and those of the others."""
     settings = ["has_inner_loop", "schedule", "warmup", "inner_warmup"]
     runs = shown.dropna(subset="schedule").drop_duplicates(settings)
@@ -467,7 +469,7 @@ def schedule_panels(shown):
     return [partial(draw_schedules, runs=side) for side in (with_inner_loop, others) if len(side)]
 
 
-def step_size_panels(shown):
+def plan_step_sizes(shown):
     """One panel for each method with a line search."""
     panels = []
     for _, rows in shown.groupby("method", sort=False):
@@ -497,11 +499,11 @@ def draw(table, target=None):
     """
     shown = keep_one_batch(table)
     figures = {
-        "loss": loss_panels(shown),
-        "methods": method_panels(table, shown),
-        "batch": batch_panels(table, target),
-        "schedules": schedule_panels(shown),
-        "step_sizes": step_size_panels(shown),
+        "loss": plan_losses(shown),
+        "methods": plan_methods(table, shown),
+        "batch": plan_batches(table, target),
+        "schedules": plan_schedules(shown),
+        "step_sizes": plan_step_sizes(shown),
     }
     return {name: draw_figure(panels) for name, panels in figures.items() if panels}
 

@@ -250,7 +250,7 @@ def test_every_method_has_a_look_of_its_own():
 def test_numbers_are_written_as_the_flags_take_them():
     numbers = [0, 0.25, 1, 999.6, 131_072, 999_600, 1.2e6, 3e9]
     written = ["0", "1/4", "1", "1k", "131k", "1m", "1.2m", "3b"]
-    assert [plot.human(number) for number in numbers] == written
+    assert [plot.format_count(number) for number in numbers] == written
 
 
 @pytest.mark.parametrize("gap", [0.0, 0.02])
