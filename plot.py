@@ -1,198 +1,550 @@
-"""Draws the paper's figures from run folders: `python plot.py runs/*` writes PNG and SVG files into figures/.
+"""Draws the paper's figures from run folders: `python plot.py runs/*` writes into figures/.
 
-Loss against steps and tokens (Figure 1); final loss, and steps to a target loss, against batch (Figures 2 and 5);
-Gauss-Newton against its two variants (Figure 3); learning rates and line search step sizes (Appendix D).
-Runs that differ in their seed only are a group: its mean, and a band from smallest to largest, at the steps all have.
-Of each method and batch the group with the smallest mean final loss is shown, an unfinished one for want of others,
-never one that diverged. Where batch is not an axis, it is the largest that most methods have, else a method's largest.
+Each figure is written as PNG and as SVG, if there are runs for it:
+
+    loss        validation loss against outer steps and against tokens (Figure 1)
+    methods     Gauss-Newton beside each of its two variants (Figure 3)
+    batch       final loss, and outer steps to a target loss, against batch (Figures 2 and 5)
+    schedules   learning rates (Appendix D)
+    step_sizes  the step sizes that the line search chose (Appendix D)
+
+Which runs are shown:
+
+- Runs that differ only in their seed are a group. A curve is the mean over a group, and its band
+  reaches from the smallest value to the largest. Steps that a run of the group lacks are left out.
+- A group with a run that diverged is never shown.
+- Of each method and batch, the group with the smallest mean final loss is shown. A group whose
+  runs are all unfinished is shown only if there is no other.
+- Where batch is not an axis, one batch is shown: the largest of those that most methods have.
+  A method without runs at that batch is shown at its own largest batch, which its label names.
+
+All runs are read into one pandas table, whose columns `read_run` explains.
 """
 
+import itertools
 import json
 import sys
-from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
+from cycler import cycler
 from matplotlib import rcParams, ticker
 from matplotlib.figure import Figure
+from scipy.optimize import isotonic_regression
 
 import baselines
 import gn
+import train
 from runtime import checkpoint, files, flags
 
-METHODS = {  # name, colour (Okabe and Ito's, which the colour-blind tell apart), line, marker
-    "gn": ("Gauss-Newton", "#0072B2", "-", "o"),
-    "gn_prox": ("GN-prox-linear", "#56B4E9", "--", "s"),
-    "layerwise_gn": ("layerwise GN", "#009E73", "-.", "^"),
-    "adamw": ("AdamW", "#000000", (0, (1, 1)), "v"),
-    "muon": ("Muon", "#D55E00", (0, (5, 1, 1, 1, 1, 1)), "D"),
-    "soap": ("SOAP", "#CC79A7", (0, (7, 2)), "P"),
+
+class Method(NamedTuple):
+    """A method of train.py and the title that figures give it."""
+
+    module: Any
+    config: Any
+    title: str
+
+
+TITLES = {
+    "gn": "Gauss-Newton",
+    "gn_prox": "GN-prox-linear",
+    "layerwise_gn": "layerwise GN",
+    "adamw": "AdamW",
+    "muon": "Muon",
+    "soap": "SOAP",
 }
-FAMILY = {"gn", "gn_prox", "layerwise_gn"}  # of Gauss-Newton; the others are baselines
-SAME = "model vocab_size context d_model d_ff n_layers n_heads n_kv_heads mlp qk_norm tokenizer data eval_tokens"
-rcParams.update({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "plot"})
+METHODS = {name: Method(*entry, TITLES[name]) for name, entry in train.METHODS.items()}
+
+# The looks of the methods, in the order of METHODS. The colours are Okabe and Ito's, which people
+# with any colour vision can tell apart.
+COLORS = ["#0072B2", "#56B4E9", "#009E73", "#000000", "#D55E00", "#CC79A7", "#E69F00"]
+DOTTED = (0, (1, 1))
+DASHED_TWICE_DOTTED = (0, (5, 1, 1, 1, 1, 1))
+LONG_DASHED = (0, (7, 2))
+LINES = ["-", "--", "-.", DOTTED, DASHED_TWICE_DOTTED, LONG_DASHED, "-"]
+MARKERS = ["o", "s", "^", "v", "D", "P", "X"]
+CYCLE = cycler(color=COLORS) + cycler(linestyle=LINES) + cycler(marker=MARKERS)
+LOOKS = dict(zip(METHODS, itertools.cycle(CYCLE), strict=False))
+
+rcParams["font.size"] = 8
+rcParams["axes.spines.top"] = False
+rcParams["axes.spines.right"] = False
+rcParams["svg.hashsalt"] = "plot"  # equal runs give equal files
+
+MEASURED = ["step", "tokens", "val_loss", "alpha"]  # the columns of a log that figures show
+STATISTICS = ["mean", "min", "max"]  # of the runs of a group: a curve and its band
+NETWORK = ["model", "vocab_size", "context", "d_model", "d_ff", "n_layers", "n_heads", "n_kv_heads"]
+NETWORK += ["mlp", "qk_norm"]
+SAME = [*NETWORK, "tokenizer", "data", "eval_tokens"]  # or losses cannot be compared
 
 
-def gather(folders):
-    """{(method, batch): the best group: flags; R logs; common steps, tokens [S], losses, alphas [R, S]; finals [R]}."""
-    groups, best, first, columns = defaultdict(dict), {}, {}, ("step", "tokens", "val_loss", "alpha")
-    for folder in map(Path, folders):
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def read_run(folder):
+    """The flags of a run, a dict, and its rows, a list of dicts: one for each evaluation.
+
+    A row holds what was measured there (see MEASURED; NaN for what was not) and every flag except
+    `tokens`, as a row's tokens are those read so far. These are added to the flags:
+
+    title           of the method
+    place           of the method in METHODS
+    inner_steps     inner batches in a batch
+    inner_tokens    tokens in an inner batch
+    outer_steps     outer steps of the whole run
+    has_inner_loop  whether the method takes an optimizer step on every inner batch
+    group           a text that is equal for runs that differ only in their seed
+    run             a text that is equal for runs that do not differ
+    """
+    text = (folder / "config.json").read_text()
+    run = {"schedule": None} | json.loads(text)["config"]
+    run["title"] = METHODS[run["method"]].title
+    run["place"] = list(METHODS).index(run["method"])
+    run["inner_tokens"] = run["inner_batch"] * run["context"]
+    run["inner_steps"] = max(1, round(run["batch"] / run["inner_tokens"]))
+    run["outer_steps"] = int(run["steps"])
+    run["has_inner_loop"] = "inner_warmup" in run
+    run["warmup"] = float(run.get("warmup", 0))
+    run["inner_warmup"] = float(run.get("inner_warmup", 0))
+    run["target_loss"] = float(run.get("target_loss") or 0)
+
+    # Neither the name of the text nor that of the folder matters, if the text is the same.
+    run["data"] = run.get("corpus", run["data"])
+    run["out"] = None
+    run["group"] = json.dumps(run | {"seed": None}, sort_keys=True)
+    run["run"] = json.dumps(run, sort_keys=True)
+
+    log = pd.DataFrame(checkpoint.read_log(folder), columns=MEASURED, dtype=float)
+    return run, [run | measured for measured in log.to_dict("records")]
+
+
+def read_runs(folders):
+    """The table of all rows of all runs; of two equal runs, the later one counts.
+
+    Raises ValueError if a folder cannot be read, or if runs cannot be compared.
+    """
+    first = None
+    rows = {}
+    for folder in folders:
         try:
-            run = {"warmup": 0.0, "inner_warmup": 0.0} | json.loads((folder / "config.json").read_text())["config"]
-            inner_steps = max(1, round(run["batch"] / (run["inner_batch"] * run["context"])))
-            run |= {"inner_steps": inner_steps, "outer_steps": int(run["steps"]), "name": METHODS[run["method"]][0]}
-            run |= {"data": run.get("corpus", run["data"]), "out": None}  # the text by its hash, if known
-            run["target_loss"] = float(run.get("target_loss") or 0)
-            if rows := [[*map(row.get, columns)] for row in checkpoint.read_log(folder)]:  # null becomes NaN
-                groups[json.dumps(run | {"seed": None}, sort_keys=True)][run["seed"]] = np.array(rows, float)
+            run, log = read_run(Path(folder))
         except files.UNREADABLE as error:
             raise ValueError(f"{folder} is not a run that can be read: {error!r}") from None
         first = first or run
-        if differ := [name for name in SAME.split() if run.get(name) != first.get(name)]:
-            raise ValueError(f"{folder} and {folders[0]} cannot be compared: they differ in {', '.join(differ)}")
-    for text, seeds in groups.items():
-        run, logs, last = json.loads(text), [*seeds.values()], np.array([rows[-1] for rows in seeds.values()])
-        if np.isfinite(np.concatenate(logs)[:, 2]).all():  # none of them diverged
-            common = [*set.intersection(*(set(rows[:, 0]) for rows in logs))]
-            steps, tokens, losses, alphas = np.stack([rows[np.isin(rows[:, 0], common)].T for rows in logs], 1)
-            run |= dict(logs=logs, steps=steps[0], tokens=tokens[0], losses=losses, alphas=alphas, finals=last[:, 2])
-            done = (last[:, 0] >= run["outer_steps"]) | (last[:, 2] <= run["target_loss"])
-            group, key = SimpleNamespace(**run, rank=(not done.any(), last[:, 2].mean())), (run["method"], run["batch"])
-            best[key] = min(best.get(key, group), group, key=lambda group: group.rank)
-    if not best:
+        differ = [name for name in SAME if run.get(name) != first.get(name)]
+        if differ:
+            pair = f"{folder} and {folders[0]}"
+            raise ValueError(f"{pair} cannot be compared: they differ in {', '.join(differ)}")
+        if log:
+            rows[run["run"]] = log
+    return pd.DataFrame(itertools.chain.from_iterable(rows.values()))
+
+
+def drop_diverged(table):
+    """The rows of groups without a run that diverged; such a run has a row without a loss."""
+    finite = np.isfinite(table.val_loss)
+    return table[finite.groupby(table.group).transform("all")]
+
+
+def keep_best(table):
+    """The rows of the best group of each method and batch, in the order of METHODS and by batch.
+
+    Raises ValueError if no group is left.
+    """
+    if len(table):
+        table = drop_diverged(table)
+    if table.empty:
         raise ValueError("none of these runs has a loss to show")
-    return {(m, b): best[m, b] for m in METHODS for b in sorted(b for method, b in best if method == m)}
+
+    # One row for each group: whether a run of it is finished, and the mean final loss.
+    last = table.groupby("run", sort=False).tail(1)
+    done = (last.step >= last.outer_steps) | (last.val_loss <= last.target_loss)
+    groups = last.assign(done=done).groupby("group", sort=False)
+    ranking = groups.agg({"method": "first", "batch": "first", "done": "any", "val_loss": "mean"})
+
+    # Finished groups first, then by loss; of each method and batch the first one is kept.
+    ranking = ranking.sort_values(["done", "val_loss"], ascending=[False, True], kind="stable")
+    best = ranking.drop_duplicates(["method", "batch"])
+
+    table = table[table.group.isin(best.index)]
+    return table.sort_values(["place", "batch"], kind="stable")
 
 
-def human(number, _=None):
-    """A count as the flags take it: 400k, 1.2m, 3b; below one, a fraction."""
-    power = sum(number >= 0.9995 * size for size in (1e3, 1e6, 1e9))
-    return f"1/{1 / number:.3g}" if 0 < number < 1 else f"{number / 1000**power:.3g}" + ("", "k", "m", "b")[power]
+def keep_one_batch(table):
+    """The rows of one batch of each method, to compare methods at.
+
+    It is the largest of the batches that most methods have. A method that has no run there keeps
+    its own largest batch.
+    """
+    methods = table.groupby("batch").method.nunique()
+    shared = methods.index[methods == methods.max()].max()
+    largest = table.groupby("method").batch.transform("max")
+    has_shared = (table.batch == shared).groupby(table.method).transform("any")
+    return table[table.batch == largest.mask(has_shared, shared)]
 
 
-def curve(ax, method, x, values, **changes):
-    """Draws the mean of values, an array over runs for each x, and the band from smallest to largest."""
-    if len(x):
-        look = dict(zip(("label", "color", "ls", "marker"), METHODS[method], strict=True)) | changes
-        mean, low, high = np.transpose([(v.mean(), v.min(), v.max()) for v in values])
-        ax.plot(x, mean, **{"markevery": 0.12 if len(x) > 8 else 1, "lw": 1.2, "ms": 3.5} | look)
-        ax.fill_between(x, low, high, fc=look["color"], alpha=0.2, lw=0, visible=bool((low < high).any()))
+def keep_common_steps(table):
+    """The rows at steps that all runs of their group have."""
+    runs = table.groupby("group").run.transform("nunique")
+    runs_with_step = table.groupby(["group", "step"]).run.transform("nunique")
+    return table[runs_with_step == runs]
 
 
-def draw_losses(ax, groups, x):
-    """Validation loss against x, steps or tokens; labels name the batch where it is not the same."""
-    sizes, ends = {group.batch for group in groups}, [getattr(group, x)[-1] for group in groups]
-    for group in groups:
-        label = group.name + (f",\nbatch {human(group.batch)}" if len(sizes) > 1 else "")
-        curve(ax, group.method, getattr(group, x), group.losses.T, label=label)
-    ax.set(xlabel={"steps": "outer steps", "tokens": "tokens read"}[x], ylabel="validation loss (nats a token)")
-    ax.set_xscale("log" if max(ends) > 5 * min(ends) > 0 else "linear")  # on a logarithmic axis step 0 is not shown
+def find_final_losses(table):
+    """The last loss of each run: a Series by method, batch and run."""
+    return table.groupby(["method", "batch", "run"], sort=False).val_loss.last()
 
 
-def draw_batches(ax, best, bounds=(), target=None):
-    """Final loss, or the first step whose loss is at or below target where all seeds have one, against batch."""
-    first = lambda rows: min(rows[(rows[:, 2] <= target) & (rows[:, 0] > 0), 0], default=np.inf)
-    value = lambda group: group.finals if target is None else np.array([first(rows) for rows in group.logs])
-    for method in dict.fromkeys(method for method, _ in best):
-        points = {b: v for (m, b), group in best.items() if m == method and np.isfinite(v := value(group)).all()}
-        curve(ax, method, [*points], [*points.values()])
-    if not ax.lines:
+def find_steps_to_target(table, target):
+    """The first step after which the loss is at or below target: a Series by method, batch, run.
+
+    A step counts only if the loss was measured there. Groups with a run that has no such step are
+    left out.
+    """
+    reached = table[(table.step > 0) & (table.val_loss <= target)]
+    not_there = table[~table.run.isin(reached.run)]
+    reached = reached[~reached.group.isin(not_there.group)]
+    return reached.groupby(["method", "batch", "run"], sort=False).step.first()
+
+
+def choose_target(table):
+    """The smallest loss that every method comes to, at one batch at least, with all its seeds."""
+    worst = find_final_losses(table).groupby(["method", "batch"]).max()
+    return worst.groupby("method").min().max()
+
+
+# ---- panels: each function draws on one pair of axes ---------------------------------------------
+
+
+def draw_curve(ax, method, curve, **look):
+    """Draws a curve and its band; curve: a table indexed by x, with the columns of STATISTICS."""
+    look = LOOKS[method] | {"linewidth": 1.2, "markersize": 3.5} | look
+    crowded = len(curve) > 8
+    ax.plot(curve.index, curve["mean"], markevery=0.12 if crowded else 1, **look)
+    if (curve["min"] < curve["max"]).any():
+        band = {"facecolor": look["color"], "alpha": 0.2, "linewidth": 0}
+        ax.fill_between(curve.index, curve["min"], curve["max"], **band)
+
+
+def draw_losses(ax, table, x):
+    """Validation loss against x, "step" or "tokens", for a table with one batch of each method."""
+    table = keep_common_steps(table)
+    batches_differ = table.batch.nunique() > 1
+    for method, rows in table.groupby("method", sort=False):
+        label = rows.title.iloc[0]
+        if batches_differ:
+            label += f",\nbatch {format_count(rows.batch.iloc[0])}"
+        draw_curve(ax, method, rows.groupby(x).val_loss.agg(STATISTICS), label=label)
+
+    xlabel = {"step": "outer steps", "tokens": "tokens read"}[x]
+    ax.set(xlabel=xlabel, ylabel="validation loss (nats a token)")
+    ends = table.groupby("method")[x].max()
+    if ends.max() > 5 * ends.min() > 0:
+        ax.set_xscale("log")  # step 0 is then not shown
+
+
+def draw_against_batch(ax, values):
+    """A curve for each method; values: a Series by method, batch and run."""
+    points = values.groupby(["method", "batch"], sort=False).agg(STATISTICS)
+    for method, curve in points.groupby("method", sort=False):
+        draw_curve(ax, method, curve.droplevel("method"), label=METHODS[method].title)
+    ax.set(xlabel="batch (tokens)", xscale="log")
+
+
+def draw_final_losses(ax, table, bounds=None):
+    """Final loss against batch; bounds: rows of Muon at the inner batch, drawn as dotted lines."""
+    draw_against_batch(ax, find_final_losses(table))
+    ax.set(ylabel="final validation loss (nats a token)")
+    if bounds is None:
+        return
+    ends = [table.batch.min(), table.batch.max()]
+    for loss in find_final_losses(bounds).groupby("batch").mean():
+        ax.plot(ends, [loss, loss], ":", color="grey", label="Muon at the\ninner batch")
+
+
+def draw_steps_to_target(ax, table, target):
+    """Outer steps to the target loss against batch, and what optimal scaling would make of them.
+
+    Scaling is optimal where twice the batch takes half the steps. The dotted line shows it from
+    the group that came to the target with the fewest tokens. Raises ValueError if none did.
+    """
+    steps = find_steps_to_target(table, target)
+    if steps.empty:
         raise ValueError(f"no run takes a step to come to the target loss {target}")
-    ends = np.array([f(batch for _, batch in best) for f in (min, max)])
-    ax.set(xlabel="batch (tokens)", ylabel="final validation loss (nats a token)", xscale="log")
-    for group in bounds:
-        ax.plot(ends, [group.finals.mean()] * 2, ":", color="grey", label="Muon at the\ninner batch")
-    if target is not None:  # dotted: steps as 1 / batch, from the group that came there with the fewest tokens
-        fewest = min((line.get_xdata() * line.get_ydata()).min() for line in ax.lines)
-        ax.plot(np.minimum(ends, fewest), np.maximum(fewest / ends, 1), ":", color="grey", label="optimal scaling")
-        ax.set(ylabel=f"outer steps to loss {target:.4g}", yscale="log")
+    draw_against_batch(ax, steps)
+    ax.set(ylabel=f"outer steps to loss {target:.4g}", yscale="log")
+
+    mean = steps.groupby(["method", "batch"]).mean()
+    fewest_tokens = (mean * mean.index.get_level_values("batch")).min()
+    batch = np.array([table.batch.min(), table.batch.max()])
+    x = np.minimum(batch, fewest_tokens)
+    y = np.maximum(fewest_tokens / batch, 1)  # no fewer than one step
+    ax.plot(x, y, ":", color="grey", label="optimal scaling")
 
 
-def draw_schedules(ax, groups):
-    """The learning rate of every inner step as a share of its peak; one curve a schedule."""
-    for group in {(group.schedule, group.warmup, group.inner_warmup): group for group in groups[::-1]}.values():
-        t, k = np.divmod(np.arange(group.outer_steps * group.inner_steps), group.inner_steps)
-        rate = gn.learning_rate(t, k, group) if group.method in FAMILY else baselines.learning_rate(t, group)
-        rises = [f"{x.replace('_', ' ')} {vars(group)[x]:g}" for x in ("warmup", "inner_warmup") if vars(group)[x]]
-        label, values = ",\n".join([group.schedule.replace("+", "+\n"), *rises]), np.asarray(rate)[:, None] / group.lr
-        curve(ax, group.method, t + k / group.inner_steps, values, label=label, marker="")
+def compute_schedule(run):
+    """The learning rate of every inner step as a share of its peak: a table like a curve's.
+
+    run: a row of the table.
+    """
+    settings = SimpleNamespace(
+        lr=1.0,  # so that rates are shares of their peak
+        inner_steps=run.inner_steps,
+        outer_steps=run.outer_steps,
+        schedule=run.schedule,
+        warmup=run.warmup,
+        inner_warmup=run.inner_warmup,
+    )
+    inner_step = np.arange(run.outer_steps * run.inner_steps)
+    t, k = np.divmod(inner_step, run.inner_steps)
+    if run.has_inner_loop:
+        rate = gn.learning_rate(t, k, settings)
+    else:
+        rate = baselines.learning_rate(t, settings)
+    rate = pd.Series(np.asarray(rate), index=inner_step / run.inner_steps)
+    return pd.DataFrame(dict.fromkeys(STATISTICS, rate))
+
+
+def draw_schedules(ax, runs):
+    """One curve for each schedule; runs: a table with a row for each."""
+    for run in runs.itertuples():
+        label = run.schedule.replace("+", "+\n")
+        if run.warmup:
+            label += f",\nwarmup {run.warmup:g}"
+        if run.inner_warmup:
+            label += f",\ninner warmup {run.inner_warmup:g}"
+        draw_curve(ax, run.method, compute_schedule(run), label=label, marker="")
     ax.set(xlabel="outer steps", ylabel="learning rate / its peak", ylim=(-0.05, 1.05))
 
 
-def draw_step_sizes(ax, group):
-    """The α that the line search chose, in every run's log; crosses at the bottom are steps that it refused."""
-    step, alpha = np.repeat(group.steps, len(group.alphas)), group.alphas.T.ravel()
-    bottom = 0.6 * alpha[alpha > 0].min(initial=1)
-    for at, y, look in ((alpha > 0, alpha, {}), (alpha == 0, alpha + bottom, dict(label="refused", marker="x"))):
-        curve(ax, group.method, step[at], y[at], ls="", markevery=1, **look)
+def draw_step_sizes(ax, rows):
+    """The step size α of every run of a group; crosses at the bottom are steps refused, α = 0."""
+    rows = keep_common_steps(rows).sort_values("step", kind="stable")
+    accepted = rows[rows.alpha > 0]
+    refused = rows[rows.alpha == 0]
+    bottom = 0.6 * min([1.0, *accepted.alpha])
+
+    method = rows.method.iloc[0]
+    look = LOOKS[method] | {"linestyle": "", "markersize": 3.5}
+    if len(accepted):
+        ax.plot(accepted.step, accepted.alpha, **look, label=METHODS[method].title)
+    if len(refused):
+        look["marker"] = "x"
+        ax.plot(refused.step, refused.alpha + bottom, **look, label="refused")
     ax.set_yscale("log", base=2)
     ax.set(xlabel="outer steps", ylabel="step size α", ylim=(0.8 * bottom, 1.2))
 
 
-def label(ax):
-    """Writes ticks, and the label of each curve right of the axes, moved up or down so little that none overlaps."""
-    ax.xaxis.set(major_locator=ticker.MaxNLocator(4, integer=True, steps=[1, 2, 5, 10]), major_formatter=human)
-    for axis in (axis for axis in (ax.xaxis, ax.yaxis) if axis.get_scale() == "log"):
-        (low, high), base = axis.get_view_interval(), axis.get_transform().base
-        ticks = ticker.LogLocator(base, (1, 2, 5) if base == 10 and high < 60 * low else (1,))
-        axis.set(major_locator=ticks, minor_locator=ticker.NullLocator(), major_formatter=human)
-    lines = sorted(ax.lines, key=lambda line: line.get_ydata()[-1])
-    scale, n, ends = 72 / ax.figure.dpi, range(len(lines)), [line.get_xydata()[-1] for line in lines]
-    wanted = ax.transData.transform(ends)[:, 1] * scale  # points
-    heights = np.array([10 + 10 * line.get_label().count("\n") for line in lines])
-    stacked = heights.cumsum() - heights / 2  # where they would stand, one on the other
-    gaps = wanted - stacked  # must not fall: the nearest such sequence is made of means of stretches of it
-    gaps = [max(min(gaps[j : k + 1].mean() for k in n[i:]) for j in n[: i + 1]) for i in n]
-    moves = np.clip(gaps, ax.bbox.y0 * scale, ax.bbox.y1 * scale - heights.sum()) + stacked - wanted
-    look = dict(textcoords=("axes fraction", "offset points"), va="center", annotation_clip=False)
-    thin = dict(arrowstyle="-", linewidth=0.4, linestyle=(0, (1, 4)), relpos=(0, 0.5))
-    for line, end, move, color in zip(lines, ends, moves, (line.get_color() for line in lines), strict=True):
-        ax.annotate(line.get_label(), end, (1.03, move), arrowprops=thin | {"color": color}, color=color, **look)
+# ---- ticks and labels ----------------------------------------------------------------------------
 
 
-def draw(best, target=None):
-    """{name: Figure}; target: a loss, by default the smallest that every method comes to. Raises ValueError."""
-    batches = [batch for _, batch in best]
-    shared = max(batches, key=lambda batch: (batches.count(batch), batch))
-    shown = {method: best.get((method, shared), group) for (method, _), group in best.items()}
-    panels = {"loss": [(draw_losses, [*shown.values()], x) for x in ("steps", "tokens")], "methods": []}
-    if len({*batches}) > 1:
-        inner = {g.inner_batch * g.context for g in best.values() if g.method in FAMILY}
-        bounds = [best.pop(key) for key in [*best] if key[0] == "muon" and key[1] in inner]  # Section 5
-        reached = [min(g.finals.max() for (m, _), g in best.items() if m == method) for method, _ in best]
-        panels["batch"] = [(draw_batches, best, bounds), (draw_batches, best, [], target or max(reached))]
-    for pair in [("gn", other) for other in ("layerwise_gn", "gn_prox") if {"gn", other} <= {*shown}]:
-        two = {key: group for key, group in best.items() if key[0] in pair}
-        panels["methods"] += [(draw_batches, two) if len(two) > 2 else (draw_losses, [*map(shown.get, pair)], "steps")]
-    families = [[group for m, group in shown.items() if (m in FAMILY) == ours] for ours in (True, False)]
-    panels["schedules"] = [(draw_schedules, groups) for groups in families if groups]
-    panels["step_sizes"] = [(draw_step_sizes, g) for g in shown.values() if np.isfinite(g.alphas).any()]
-    figures = {name: Figure((3.4 * len(row), 2.6), dpi=200) for name, row in panels.items() if row}
+def format_count(number, position=None):
+    """A count as the flags take it, such as 400k, 1.2m or 3b; a number below one as a fraction.
+
+    position: unused; matplotlib gives it to whatever writes its ticks.
+    """
+    if 0 < number < 1:
+        return f"1/{1 / number:.3g}"
+    for size, suffix in ((1e9, "b"), (1e6, "m"), (1e3, "k")):
+        if number >= 0.9995 * size:  # or three digits would round it to "1e+03"
+            return f"{number / size:.3g}{suffix}"
+    return f"{number:.3g}"
+
+
+def set_ticks(ax):
+    """Gives the axes a few ticks, at round numbers."""
+    whole = ticker.MaxNLocator(4, integer=True, steps=[1, 2, 5, 10])
+    ax.xaxis.set(major_locator=whole, major_formatter=format_count)
+    for axis in (ax.xaxis, ax.yaxis):
+        if axis.get_scale() == "log":
+            set_log_ticks(axis)
+
+
+def set_log_ticks(axis):
+    """Ticks at powers of the axis's base; at 1, 2, 5, 10, 20, .. where tens would be too few."""
+    base = axis.get_transform().base
+    low, high = axis.get_view_interval()
+    few = base == 10 and high < 60 * low
+    locator = ticker.LogLocator(base, subs=(1, 2, 5) if few else (1,))
+    axis.set(
+        major_locator=locator, minor_locator=ticker.NullLocator(), major_formatter=format_count
+    )
+
+
+def place_labels(wanted, heights, low, high):
+    """Heights for the middles of labels, as near to the wanted ones as no two labels overlap.
+
+    wanted: where each label would be best, rising. low, high: of the room for all of them.
+    """
+    stacked = np.cumsum(heights) - heights / 2  # with each label upon the one before
+    # No two overlap if the distance to the stack never falls from one label to the next.
+    distance = isotonic_regression(wanted - stacked).x
+    return stacked + np.clip(distance, low, high - np.sum(heights))
+
+
+def label_curves(ax):
+    """Writes the label of each curve to the right of the axes, with a thin line to its end."""
+    ax.autoscale_view()  # now, as transData needs the limits; otherwise drawing the figure does it
+    lines = sorted(ax.lines, key=find_last_y)
+    ends = [line.get_xydata()[-1] for line in lines]
+    labels = [line.get_label() for line in lines]
+
+    points = 72 / ax.figure.dpi  # in a pixel
+    wanted = ax.transData.transform(ends)[:, 1] * points
+    heights = np.array([10.0 * len(label.splitlines()) for label in labels])
+    places = place_labels(wanted, heights, ax.bbox.y0 * points, ax.bbox.y1 * points)
+
+    thin = {"arrowstyle": "-", "linewidth": 0.4, "linestyle": (0, (1, 4)), "relpos": (0, 0.5)}
+    for line, end, move in zip(lines, ends, places - wanted, strict=True):
+        color = line.get_color()
+        ax.annotate(
+            line.get_label(),
+            xy=end,
+            xytext=(1.03, move),
+            textcoords=("axes fraction", "offset points"),
+            arrowprops=thin | {"color": color},
+            color=color,
+            va="center",
+            annotation_clip=False,
+        )
+
+
+def find_last_y(line):
+    """Where a line ends."""
+    return line.get_ydata()[-1]
+
+
+# ---- figures: each function returns a list of panels, from left to right -------------------------
+
+
+def plan_losses(shown):
+    """Loss against outer steps, and against tokens."""
+    return [partial(draw_losses, table=shown, x=x) for x in ("step", "tokens")]
+
+
+def plan_methods(table, shown):
+    """Gauss-Newton beside its variants: against batch if one has several, else against steps."""
+    panels = []
+    for variant in ("layerwise_gn", "gn_prox"):
+        pair = {"gn", variant}
+        if not pair <= set(table.method):
+            continue
+        rows = table[table.method.isin(pair)]
+        if rows.group.nunique() > 2:
+            panels.append(partial(draw_final_losses, table=rows))
+        else:
+            rows = shown[shown.method.isin(pair)]
+            panels.append(partial(draw_losses, table=rows, x="step"))
+    return panels
+
+
+def plan_batches(table, target):
+    """Final loss, and steps to the target loss, against batch; nothing where all have one batch."""
+    if table.batch.nunique() == 1:
+        return []
+    # Muon whose batch is an inner batch of Gauss-Newton is a bound, not a point (Section 5).
+    inner_batches = table.inner_tokens[table.has_inner_loop]
+    is_bound = (table.method == "muon") & table.batch.isin(inner_batches)
+    bounds = table[is_bound]
+    table = table[~is_bound]
+    if target is None:
+        target = choose_target(table)
+    return [
+        partial(draw_final_losses, table=table, bounds=bounds),
+        partial(draw_steps_to_target, table=table, target=target),
+    ]
+
+
+def plan_schedules(shown):
+    """The schedules of the methods with an inner loop, and those of the others."""
+    settings = ["has_inner_loop", "schedule", "warmup", "inner_warmup"]
+    runs = shown.dropna(subset="schedule").drop_duplicates(settings)
+    with_inner_loop = runs[runs.has_inner_loop]
+    others = runs[~runs.has_inner_loop]
+    return [partial(draw_schedules, runs=side) for side in (with_inner_loop, others) if len(side)]
+
+
+def plan_step_sizes(shown):
+    """One panel for each method with a line search."""
+    panels = []
+    for _, rows in shown.groupby("method", sort=False):
+        if rows.alpha.notna().any():
+            panels.append(partial(draw_step_sizes, rows=rows))
+    return panels
+
+
+def draw_figure(panels):
+    """A Figure of panels side by side."""
+    width = 1 / len(panels)
+    figure = Figure((3.4 * len(panels), 2.6), dpi=200)
+    for i, draw_panel in enumerate(panels):
+        left = (i + 0.18) * width
+        ax = figure.add_axes((left, 0.17, 0.53 * width, 0.77))  # the right quarter is for labels
+        draw_panel(ax)
+        set_ticks(ax)
+        label_curves(ax)
+    return figure
+
+
+def draw(table, target=None):
+    """{name: Figure} of a table from keep_best.
+
+    target: a loss; by default the smallest that every method comes to. Raises ValueError if no
+    run comes to it.
+    """
+    shown = keep_one_batch(table)
+    figures = {
+        "loss": plan_losses(shown),
+        "methods": plan_methods(table, shown),
+        "batch": plan_batches(table, target),
+        "schedules": plan_schedules(shown),
+        "step_sizes": plan_step_sizes(shown),
+    }
+    return {name: draw_figure(panels) for name, panels in figures.items() if panels}
+
+
+# ---- the command line ----------------------------------------------------------------------------
+
+
+def parse(argv):
+    """The command line: runs, out and target. Raises ValueError for what is not valid."""
+    usage = "plot.py RUN ... [--out FOLDER] [--target LOSS]"
+    parser = flags.Parser(usage=usage, description=__doc__.splitlines()[0])
+    out_help = "folder of the pictures [default figures]"
+    target_help = "a loss [default: the smallest that every method reaches]"
+    parser.add_argument("runs", nargs="+", help="folders of runs")
+    parser.add_argument("--out", type=Path, default="figures", help=out_help)
+    parser.add_argument("--target", type=float, help=target_help)
+    return parser.parse_args(argv)
+
+
+def save(figures, folder):
+    """Writes each figure as PNG and as SVG, and prints the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():
-        for i, (fill, *arguments) in enumerate(row := panels[name]):  # the right quarter of each is for labels
-            ax = figure.add_axes(((i + 0.18) / len(row), 0.17, 0.53 / len(row), 0.77))
-            fill(ax, *arguments)
-            label(ax)
-    return figures
+        for kind in ("png", "svg"):
+            path = folder / f"{name}.{kind}"
+            figure.savefig(path, metadata={"Date": None})  # equal runs give equal files
+            print(path)
 
 
 def main(argv=None):
-    """Runs the command line. Exit status: 0; 2 for bad input, 1 where a picture cannot be written."""
-    parser = flags.Parser(usage="plot.py RUN ... [--out FOLDER] [--target LOSS]", description=__doc__.split("\n")[0])
-    parser.add_argument("runs", nargs="+", help="folders of runs")
-    parser.add_argument("--out", type=Path, default="figures", help="folder of the pictures [default figures]")
-    parser.add_argument("--target", type=float, help="a loss [default: the smallest that every method reaches]")
+    """Runs the command line. Exit status: 0; 2 for bad input; 1 if a picture cannot be written."""
     try:
-        options = parser.parse_args(argv)
-        figures = draw(gather(options.runs), options.target)
-        options.out.mkdir(parents=True, exist_ok=True)
-        for path in [options.out / f"{name}.{kind}" for name in figures for kind in ("png", "svg")]:
-            figures[path.stem].savefig(path, metadata={"Date": None})  # equal runs give equal files
-            print(path)
-    except (ValueError, OSError) as error:
+        options = parse(argv)
+        table = keep_best(read_runs(options.runs))
+        save(draw(table, options.target), options.out)
+    except ValueError as error:
         print(f"plot.py: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
+        return 2
+    except OSError as error:
+        print(f"plot.py: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -1,6 +1,7 @@
-"""The figures: which are drawn of which runs, that they show the numbers of the logs, and what is refused."""
+"""The figures: which are drawn of which runs, that they show the logs' numbers, what is refused."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,26 +9,66 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
 import plot
+import train
 
-ALL = {"gn": 5, "gn_prox": 0, "layerwise_gn": 10, "adamw": 0, "muon": 0, "soap": 0}  # step sizes of the line search
+FAMILY = ["gn", "gn_prox", "layerwise_gn"]
+SEARCHES = ["gn", "layerwise_gn"]  # the methods with a line search
+METHODS = [*FAMILY, "adamw", "muon", "soap"]
 
 
-def make_run(path, method="gn", batch=4096, speed=0.5, seed=0, steps=8, every=1, diverge=False, **more):
-    """A run folder whose loss at step t is 2 + 3 (1 + t)^-speed + seed / 100; returns the folder's name, the losses."""
-    folder = path / f"{method}-{batch}-{speed}-{seed}-{len([*path.iterdir()])}"
-    folder.mkdir()
-    flags = dict(method=method, model="tiny", data="stdlib", tokenizer="bytes", batch=batch, inner_batch=8, context=128)
-    flags |= dict(steps=steps, lr=speed, warmup=0.0, seed=seed, out=None)
-    flags["schedule"] = "global cosine" if "gn" in method else "cosine"
-    (folder / "config.json").write_text(json.dumps({"config": flags | more, "about": {}}))
-    losses = {t: 2 + 3 * (1 + t) ** -speed + seed / 100 for t in range(0, steps + 1, every)}
-    rows = [{"step": t, "tokens": 1000 + t * batch, "val_loss": loss, "alpha": None} for t, loss in losses.items()]
-    for row in rows[1:]:
-        row["alpha"] = [1.0, 0.5, 0.0][row["step"] % 3] if ALL[method] else None
-    if diverge:  # as train.py records it
-        rows[-1] = {"step": steps, "val_loss": None, "diverged": "the loss is nan"}
-    (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(folder), [*losses.values()]
+class Run:
+    """A run folder, whose loss at step t is 2 + 3 (1 + t)^-speed + seed / 100.
+
+    folder: its name; losses: one for each evaluation.
+    """
+
+    def __init__(self, path, method="gn", batch=4096, speed=0.5, seed=0, steps=8, every=1, **more):
+        number = len(list(path.iterdir()))
+        folder = path / f"{method}-{batch}-{number}"
+        folder.mkdir()
+        flags = {"method": method, "model": "tiny", "data": "stdlib", "tokenizer": "bytes"}
+        flags |= {"batch": batch, "inner_batch": 8, "context": 128, "steps": steps, "out": None}
+        flags |= {"lr": speed, "warmup": 0.0, "seed": seed, "schedule": "cosine"}
+        if method in FAMILY:
+            flags |= {"schedule": "global cosine", "inner_warmup": 0.0}
+        text = json.dumps({"config": flags | more, "about": {}})
+        (folder / "config.json").write_text(text)
+
+        rows = []
+        for t in range(0, steps + 1, every):
+            loss = 2 + 3 * (1 + t) ** -speed + seed / 100
+            row = {"step": t, "tokens": 1000 + t * batch, "val_loss": loss, "alpha": None}
+            if method in SEARCHES and t > 0:
+                row["alpha"] = [1.0, 0.5, 0.0][t % 3]
+            rows.append(row)
+        self.folder = str(folder)
+        self.losses = [row["val_loss"] for row in rows]
+        self.write(rows)
+
+    def write(self, rows):
+        lines = [json.dumps(row) + "\n" for row in rows]
+        Path(self.folder, "log.jsonl").write_text("".join(lines))
+
+    def rows(self):
+        lines = Path(self.folder, "log.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def cut(self, evaluations):
+        """Ends the run early."""
+        self.write(self.rows()[:evaluations])
+        self.losses = self.losses[:evaluations]
+        return self
+
+    def diverge(self):
+        """Ends the run as train.py records that the loss was no number."""
+        *rows, last = self.rows()
+        self.write([*rows, {"step": last["step"], "val_loss": None, "diverged": "the loss is nan"}])
+        return self
+
+
+def draw(*runs, target=None):
+    table = plot.read_runs([run.folder for run in runs])
+    return plot.draw(plot.keep_best(table), target)
 
 
 def curves(ax):
@@ -35,164 +76,272 @@ def curves(ax):
     return {line.get_label(): line.get_data() for line in ax.lines}
 
 
-def figures(*folders, target=None):
-    return plot.draw(plot.gather([folder for folder, _ in folders]), target)
+def first_step(run, target):
+    """The first evaluation whose loss is at or below target."""
+    return next(i for i, loss in enumerate(run.losses) if loss <= target)
 
 
-def test_steps_to_the_target_are_each_seeds_own(tmp_path):
-    """Runs that --target-loss ended at different steps: the mean of their steps, not where their mean loss is."""
-    runs = [make_run(tmp_path, batch=batch, steps=20, seed=seed) for batch in (4096, 8192) for seed in (0, 1)]
-    firsts = []
-    for folder, losses in runs[:2]:
-        log = (tmp_path / folder / "log.jsonl").read_text().splitlines(keepends=True)
-        firsts.append(next(t for t, loss in enumerate(losses) if loss <= 3.0))
-        (tmp_path / folder / "log.jsonl").write_text("".join(log[: firsts[-1] + 1]))
-    assert firsts[0] < firsts[1]
-    x, y = curves(figures(*runs, target=3.0)["batch"].axes[1])["Gauss-Newton"]
-    assert x[0] == 4096 and y[0] == np.mean(firsts)
+# ---- which runs are shown ------------------------------------------------------------------------
 
 
-def test_muon_at_the_inner_batch_is_so_by_its_batch(tmp_path):
-    """A large-batch Muon run with one large inner batch is a point of Muon's curve, not the bound of Section 5."""
-    runs = [make_run(tmp_path, "gn", batch) for batch in (4096, 8192)]
-    runs += [make_run(tmp_path, "muon", batch, inner_batch=batch // 128) for batch in (1024, 4096, 8192)]
-    drawn = curves(figures(*runs)["batch"].axes[0])
-    assert list(drawn["Muon"][0]) == [4096, 8192] and "Muon at the\ninner batch" in drawn
-
-
-def test_an_unfinished_run_is_shown_for_want_of_others_only(tmp_path):
-    done, better = make_run(tmp_path, speed=0.4), make_run(tmp_path, speed=0.9, steps=8)
-    path = tmp_path / better[0] / "log.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:8]))
-    for runs, losses in ([done, better], done[1]), ([better], better[1][:8]):
-        np.testing.assert_allclose(curves(figures(*runs)["loss"].axes[0])["Gauss-Newton"][1], losses)
-
-
-SETS = [(["gn"], [4096], "loss schedules step_sizes"), (["adamw", "muon"], [4096], "loss schedules")]
-SETS += [(["gn", "adamw"], [4096, 8192], "batch loss schedules step_sizes")]
-SETS += [(ALL, [4096], "loss methods schedules step_sizes")]
-
-
-@pytest.mark.parametrize("methods, batches, names", SETS)
-def test_figures_are_written_where_there_are_runs_for_them(tmp_path, capsys, methods, batches, names):
-    """PNG and SVG, and their paths are printed; nothing but these files; the same bytes again."""
-    (tmp_path / "runs").mkdir()
-    runs = [make_run(tmp_path / "runs", m, b)[0] for m in methods for b in batches]
-    assert plot.main([*runs, "--out", str(tmp_path / "out")]) == 0
-    paths = [tmp_path / "out" / f"{name}.{kind}" for name in names.split() for kind in ("png", "svg")]
-    assert sorted((tmp_path / "out").iterdir()) == paths
-    assert sorted(capsys.readouterr().out.split()) == [str(path) for path in paths]
-    first = [path.read_bytes() for path in paths]
-    assert all(b[:4] == (b"\x89PNG" if p.suffix == ".png" else b"<?xm") for p, b in zip(paths, first, strict=True))
-    assert plot.main([*runs, "--out", str(tmp_path / "out")]) == 0
-    assert [path.read_bytes() for path in paths] == first
-
-
-def test_a_curve_is_the_mean_over_seeds_of_the_best_learning_rate_that_did_not_diverge(tmp_path):
-    """With its band; an unfinished seed shortens both; against tokens too; a run without rows is nothing yet."""
-    runs = [make_run(tmp_path, speed=0.4), make_run(tmp_path, speed=0.9, diverge=True)]
-    runs += [make_run(tmp_path, speed=0.7, seed=seed, steps=8) for seed in (0, 1)]
-    short, losses = make_run(tmp_path, speed=0.7, seed=5)
-    log = (tmp_path / short / "log.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / short / "log.jsonl").write_text("".join(log[:7]))
-    empty = make_run(tmp_path, speed=0.8)
-    (tmp_path / empty[0] / "log.jsonl").unlink()
-    figure = figures(*runs, (short, losses), empty)["loss"]
-    expected = np.array([runs[2][1], runs[3][1], losses])[:, :7]
-    for ax, x in zip(figure.axes, (np.arange(7), 1000 + 4096 * np.arange(7)), strict=True):
+def test_a_curve_is_the_mean_over_seeds_and_its_band_reaches_to_the_extremes(tmp_path):
+    """At the steps that all seeds have, here those of an unfinished one; against tokens too."""
+    runs = [Run(tmp_path, seed=seed) for seed in (0, 1)]
+    runs += [Run(tmp_path, seed=5).cut(7)]
+    expected = np.array([run.losses[:7] for run in runs])
+    steps = np.arange(7)
+    tokens = 1000 + 4096 * steps
+    for ax, x in zip(draw(*runs)["loss"].axes, (steps, tokens), strict=True):
         np.testing.assert_array_equal(curves(ax)["Gauss-Newton"][0], x)
         np.testing.assert_allclose(curves(ax)["Gauss-Newton"][1], expected.mean(0), rtol=1e-12)
         band = ax.collections[0].get_paths()[0].vertices
         for i, value in enumerate(x):
-            ys = band[band[:, 0] == value, 1]
-            np.testing.assert_allclose([ys.min(), ys.max()], [expected[:, i].min(), expected[:, i].max()], rtol=1e-12)
-    with pytest.raises(ValueError, match="none of these runs"):
-        figures(runs[1])
+            y = band[band[:, 0] == value, 1]
+            np.testing.assert_allclose(y.min(), expected[:, i].min(), rtol=1e-12)
+            np.testing.assert_allclose(y.max(), expected[:, i].max(), rtol=1e-12)
+
+
+def test_the_group_with_the_smallest_loss_is_shown_if_no_run_of_it_diverged(tmp_path):
+    """A run that has not begun its log is nothing yet."""
+    best = Run(tmp_path, speed=0.7)
+    diverged = Run(tmp_path, speed=0.9, seed=1).diverge()
+    others = [Run(tmp_path, speed=0.4), Run(tmp_path, speed=0.9), diverged]
+    others += [Run(tmp_path, speed=0.8).cut(0)]
+    x, y = curves(draw(*others, best)["loss"].axes[0])["Gauss-Newton"]
+    np.testing.assert_allclose(y, best.losses)
+    for runs in ([diverged], others[-1:]):
+        with pytest.raises(ValueError, match="none of these runs"):
+            draw(*runs)
+
+
+def test_an_unfinished_run_is_shown_only_if_there_is_no_other(tmp_path):
+    done = Run(tmp_path, speed=0.4)
+    better = Run(tmp_path, speed=0.9).cut(8)
+    reached = Run(tmp_path, speed=0.6, target_loss=2.9).cut(8)  # --target-loss ended it
+    cases = [([done, better], done), ([better], better), ([done, reached], reached)]
+    for runs, shown in cases:
+        x, y = curves(draw(*runs)["loss"].axes[0])["Gauss-Newton"]
+        np.testing.assert_allclose(y, shown.losses)
+
+
+def test_a_run_that_is_given_twice_counts_once(tmp_path):
+    """As it stands in the later folder."""
+    runs = [Run(tmp_path, seed=0), Run(tmp_path, seed=1), Run(tmp_path, seed=1).cut(5)]
+    x, y = curves(draw(*runs)["loss"].axes[0])["Gauss-Newton"]
+    expected = np.add(runs[0].losses[:5], runs[1].losses[:5]) / 2
+    np.testing.assert_allclose(y, expected)
 
 
 def test_the_batch_is_the_largest_that_most_methods_have(tmp_path):
     """Or a method's own largest, which its label then names."""
-    sizes = {"gn": [2048, 4096, 8192], "adamw": [2048, 4096], "soap": [16384, 1024]}
-    runs = [make_run(tmp_path, m, b, speed=b / 1e5) for m in sizes for b in sizes[m]]
-    ax = figures(*runs)["loss"].axes[0]
-    lines = curves(ax)
-    assert ax.get_xscale() == "linear"
-    assert [*lines] == ["Gauss-Newton,\nbatch 4.1k", "AdamW,\nbatch 4.1k", "SOAP,\nbatch 16.4k"]
-    np.testing.assert_allclose(lines["AdamW,\nbatch 4.1k"][1], runs[4][1])
-    assert [*curves(figures(runs[1], runs[4])["loss"].axes[0])] == ["Gauss-Newton", "AdamW"]
-    far = figures(runs[1], make_run(tmp_path, "muon", steps=100))["loss"].axes[0]
-    assert far.get_xscale() == "log" and far.get_xlim()[0] > 0.1
+    gn = [Run(tmp_path, "gn", batch) for batch in (2048, 4096, 8192)]
+    adamw = [Run(tmp_path, "adamw", batch, speed=batch / 1e5) for batch in (2048, 4096)]
+    soap = [Run(tmp_path, "soap", batch) for batch in (16384, 1024)]
+    ax = draw(*gn, *adamw, *soap)["loss"].axes[0]
+    assert [*curves(ax)] == [
+        "Gauss-Newton,\nbatch 4.1k",
+        "AdamW,\nbatch 4.1k",
+        "SOAP,\nbatch 16.4k",
+    ]
+    np.testing.assert_allclose(curves(ax)["AdamW,\nbatch 4.1k"][1], adamw[1].losses)
+    assert [*curves(draw(gn[1], adamw[1])["loss"].axes[0])] == ["Gauss-Newton", "AdamW"]
+
+
+# ---- what the figures show -----------------------------------------------------------------------
+
+
+def test_steps_are_logarithmic_where_methods_take_very_different_ones(tmp_path):
+    runs = [Run(tmp_path), Run(tmp_path, "adamw"), Run(tmp_path, "muon", steps=100)]
+    assert draw(*runs[:2])["loss"].axes[0].get_xscale() == "linear"
+    ax = draw(*runs)["loss"].axes[0]
+    assert ax.get_xscale() == "log" and ax.get_xlim()[0] > 0.1
 
 
 def test_final_loss_and_steps_to_the_target_against_batch(tmp_path):
-    """A step counts where its loss was measured, never between; the dotted lines are where the caption says."""
-    runs = [make_run(tmp_path, "gn", b, speed=s, steps=12, every=2) for b, s in ((2048, 0.9), (4096, 0.7), (8192, 0.1))]
-    runs += [make_run(tmp_path, "muon", b, speed=s, steps=12) for b, s in ((1024, 1.5), (2048, 0.7), (8192, 0.6))]
-    left, right = figures(*runs, target=2.6)["batch"].axes
-    np.testing.assert_allclose(curves(left)["Gauss-Newton"], [[2048, 4096, 8192], [r[1][-1] for r in runs[:3]]])
-    np.testing.assert_allclose(curves(left)["Muon"], [[2048, 8192], [runs[4][1][-1], runs[5][1][-1]]])
-    np.testing.assert_allclose(curves(left)["Muon at the\ninner batch"][1], runs[3][1][-1])
-    first = lambda run, every: every * next(i for i, loss in enumerate(run[1]) if loss <= 2.6)
-    assert [first(runs[0], 2), first(runs[1], 2), first(runs[4], 1)] == [6, 10, 9]
-    np.testing.assert_array_equal(curves(right)["Gauss-Newton"], [[2048, 4096], [6, 10]])
-    np.testing.assert_array_equal(curves(right)["Muon"], [[2048], [9]])
-    np.testing.assert_allclose(curves(right)["optimal scaling"], [[2048, 8192], [6, 1.5]])
-    reached = curves(figures(*runs)["batch"].axes[1])  # by default every method has a step count
-    assert {"Gauss-Newton", "Muon"} <= {*reached} and reached["Muon"][1][-1] <= 12
+    """A step counts where its loss was measured, never between; the dotted line is as it says."""
+    gn = [Run(tmp_path, "gn", 2048, speed=0.9, steps=12, every=2)]
+    gn += [Run(tmp_path, "gn", 4096, speed=0.7, steps=12, every=2)]
+    gn += [Run(tmp_path, "gn", 8192, speed=0.1, steps=12, every=2)]
+    muon = [Run(tmp_path, "muon", 2048, speed=0.7, steps=12)]
+    muon += [Run(tmp_path, "muon", 8192, speed=0.6, steps=12)]
+    left, right = draw(*gn, *muon, target=2.6)["batch"].axes
+    final = curves(left)
+    steps = curves(right)
+    np.testing.assert_array_equal(final["Gauss-Newton"][0], [2048, 4096, 8192])
+    np.testing.assert_allclose(final["Gauss-Newton"][1], [run.losses[-1] for run in gn])
+    np.testing.assert_array_equal(final["Muon"][0], [2048, 8192])
+    np.testing.assert_allclose(final["Muon"][1], [run.losses[-1] for run in muon])
+
+    assert [2 * first_step(run, 2.6) for run in gn[:2]] == [6, 10]
+    assert first_step(muon[0], 2.6) == 9
+    np.testing.assert_array_equal(steps["Gauss-Newton"], [[2048, 4096], [6, 10]])
+    np.testing.assert_array_equal(steps["Muon"], [[2048], [9]])
+    np.testing.assert_allclose(steps["optimal scaling"], [[2048, 8192], [6, 1.5]])
+
+    by_default = curves(draw(*gn, *muon)["batch"].axes[1])
+    assert {"Gauss-Newton", "Muon"} <= {*by_default}
 
 
-def test_variants_schedules_and_step_sizes(tmp_path):
-    """Gauss-Newton beside each variant; the rate of each inner step; α, and crosses where it is 0."""
-    runs = [make_run(tmp_path, method, 4096, lr=0.3, line_search=n) for method, n in ALL.items()]
-    drawn = figures(*runs)
-    beside = [{*curves(ax)} - {"Gauss-Newton"} for ax in drawn["methods"].axes]
-    assert beside == [{"layerwise GN"}, {"GN-prox-linear"}]
-    many = figures(*runs, make_run(tmp_path, "gn", 8192))
-    assert [drawn["methods"].axes[0].get_xlabel(), many["methods"].axes[0].get_xlabel()] == [
-        "outer steps",
-        "batch (tokens)",
-    ]
-    family, others = [curves(ax) for ax in drawn["schedules"].axes]
-    assert [*family] == ["global cosine"] and [*others] == ["cosine"]
-    x, t = np.arange(32) / 4, np.arange(32) // 4  # eight steps of four inner batches
-    np.testing.assert_allclose(family["global cosine"], [x, (1 + np.cos(np.pi * x / 8)) / 2], atol=1e-6)
-    np.testing.assert_allclose(others["cosine"], [x, (1 + np.cos(np.pi * t / 8)) / 2], atol=1e-6)
-    assert len(drawn["step_sizes"].axes) == 2
-    alphas = curves(drawn["step_sizes"].axes[0])
-    np.testing.assert_array_equal(alphas["Gauss-Newton"], [[1, 3, 4, 6, 7], [0.5, 1, 0.5, 1, 0.5]])
-    np.testing.assert_array_equal(alphas["refused"][0], [2, 5, 8])
-    assert max(alphas["refused"][1]) < 0.5
+def test_steps_to_the_target_are_each_seeds_own(tmp_path):
+    """The mean of their steps, not where their mean loss is; nothing if a seed does not come there.
+
+    Here --target-loss ended the runs of the smaller batch, at different steps.
+    """
+    small = [Run(tmp_path, batch=4096, steps=20, seed=seed) for seed in (0, 1)]
+    large = [Run(tmp_path, batch=8192, steps=20, seed=seed) for seed in (0, 60)]
+    steps = [first_step(run, 3.0) for run in small]
+    assert steps[0] < steps[1] and min(large[1].losses) > 3.0
+    for run, step in zip(small, steps, strict=True):
+        run.cut(step + 1)
+    drawn = curves(draw(*small, *large, target=3.0)["batch"].axes[1])
+    np.testing.assert_array_equal(drawn["Gauss-Newton"], [[4096], [np.mean(steps)]])
 
 
-@pytest.mark.parametrize("gap", [0.0, 1e-4, 0.02, 0.5])
+def test_muon_is_a_bound_where_its_batch_is_the_inner_batch_of_gauss_newton(tmp_path):
+    """A Muon run with a large batch that is read as one inner batch is a point of Muon's curve."""
+    runs = [Run(tmp_path, "gn", batch) for batch in (4096, 8192)]
+    muon = [Run(tmp_path, "muon", batch, inner_batch=batch // 128) for batch in (1024, 4096, 8192)]
+    drawn = curves(draw(*runs, *muon)["batch"].axes[0])
+    np.testing.assert_array_equal(drawn["Muon"][0], [4096, 8192])
+    np.testing.assert_array_equal(drawn["Muon at the\ninner batch"][0], [4096, 8192])
+    np.testing.assert_allclose(drawn["Muon at the\ninner batch"][1], muon[0].losses[-1])
+
+
+def test_gauss_newton_beside_its_variants(tmp_path):
+    """Against steps, or against batch where one of them has several."""
+    runs = [Run(tmp_path, method) for method in METHODS]
+    axes = draw(*runs)["methods"].axes
+    assert {*curves(axes[0])} == {"Gauss-Newton", "layerwise GN"}
+    assert {*curves(axes[1])} == {"Gauss-Newton", "GN-prox-linear"}
+    assert axes[0].get_xlabel() == "outer steps"
+    several = draw(*runs, Run(tmp_path, "gn", 8192))["methods"].axes
+    assert several[0].get_xlabel() == "batch (tokens)"
+
+
+def test_schedules_show_the_rate_of_each_inner_step(tmp_path):
+    """One curve for each schedule, however many methods have it."""
+    runs = [Run(tmp_path, method, lr=0.3) for method in METHODS]
+    runs[0] = Run(tmp_path, "gn", warmup=0.25, inner_warmup=0.5)
+    family, others = [curves(ax) for ax in draw(*runs)["schedules"].axes]
+    assert [*family] == ["global cosine,\nwarmup 0.25,\ninner warmup 0.5", "global cosine"]
+    assert [*others] == ["cosine"]
+    x = np.arange(32) / 4  # eight steps of four inner batches
+    half_cosine = (1 + np.cos(np.pi * x / 8)) / 2
+    np.testing.assert_allclose(family["global cosine"], [x, half_cosine], atol=1e-6)
+    half_cosine = (1 + np.cos(np.pi * np.floor(x) / 8)) / 2
+    np.testing.assert_allclose(others["cosine"], [x, half_cosine], atol=1e-6)
+
+
+def test_step_sizes_are_those_of_the_line_search_and_crosses_are_refused_ones(tmp_path):
+    axes = draw(*[Run(tmp_path, method) for method in METHODS])["step_sizes"].axes
+    assert len(axes) == len(SEARCHES)
+    drawn = curves(axes[0])
+    np.testing.assert_array_equal(drawn["Gauss-Newton"][0], [1, 3, 4, 6, 7])
+    np.testing.assert_array_equal(drawn["Gauss-Newton"][1], [0.5, 1, 0.5, 1, 0.5])
+    np.testing.assert_array_equal(drawn["refused"][0], [2, 5, 8])
+    assert max(drawn["refused"][1]) < 0.5
+
+
+def test_every_method_has_a_look_of_its_own():
+    looks = [str(plot.LOOKS[method]) for method in train.METHODS]
+    assert len({*looks}) == len(looks)
+
+
+def test_numbers_are_written_as_the_flags_take_them():
+    numbers = [0, 0.25, 1, 999.6, 131_072, 999_600, 1.2e6, 3e9]
+    written = ["0", "1/4", "1", "1k", "131k", "1m", "1.2m", "3b"]
+    assert [plot.format_count(number) for number in numbers] == written
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.02])
 def test_labels_never_overlap_and_stay_in_the_picture(tmp_path, gap):
     """However near the curves end to each other, and where batches make labels of two lines."""
-    runs = [make_run(tmp_path, m, 1024 * (2 + i), speed=0.5 + gap * i) for i, m in enumerate(ALL)]
-    runs += [make_run(tmp_path, m, 32768, speed=0.6 + gap * i) for i, m in enumerate(ALL) if i % 2]
-    for figure in figures(*runs).values():
+    runs = []
+    for i, method in enumerate(METHODS):
+        runs.append(Run(tmp_path, method, 1024 * (2 + i), speed=0.5 + gap * i))
+        if i % 2:
+            runs.append(Run(tmp_path, method, 32768, speed=0.6 + gap * i))
+    for figure in draw(*runs).values():
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
-        boxes = [Text.get_window_extent(text, canvas.get_renderer()) for ax in figure.axes for text in ax.texts]
+        texts = [text for ax in figure.axes for text in ax.texts]
+        boxes = [Text.get_window_extent(text, canvas.get_renderer()) for text in texts]
         assert len(boxes) == sum(len(ax.lines) for ax in figure.axes)
-        assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
-        assert all(0 <= b.x0 and b.x1 <= figure.bbox.x1 and 0 <= b.y0 and b.y1 <= figure.bbox.y1 for b in boxes)
+        for i, box in enumerate(boxes):
+            assert not any(box.overlaps(other) for other in boxes[:i])
+            assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
+            assert box.y0 >= 0 and box.y1 <= figure.bbox.y1
+
+
+# ---- the command line ----------------------------------------------------------------------------
+
+SETS = [
+    (["gn"], [4096], ["loss", "schedules", "step_sizes"]),
+    (["adamw", "muon"], [4096], ["loss", "schedules"]),
+    (["gn", "adamw"], [4096, 8192], ["batch", "loss", "schedules", "step_sizes"]),
+    (METHODS, [4096], ["loss", "methods", "schedules", "step_sizes"]),
+]
+
+
+@pytest.mark.parametrize("methods, batches, names", SETS)
+def test_figures_are_drawn_where_there_are_runs_for_them(tmp_path, methods, batches, names):
+    runs = [Run(tmp_path, method, batch) for method in methods for batch in batches]
+    assert sorted(draw(*runs)) == names
+
+
+def test_files_are_written_and_their_paths_printed(tmp_path, capsys):
+    """PNG and SVG, and nothing else; the same bytes again."""
+    runs = [Run(tmp_path, "gn"), Run(tmp_path, "gn", seed=1), Run(tmp_path, "adamw")]
+    out = tmp_path / "out"
+    arguments = [run.folder for run in runs] + ["--out", str(out)]
+    assert plot.main(arguments) == 0
+    names = ["loss", "schedules", "step_sizes"]
+    paths = [out / f"{name}.{kind}" for name in names for kind in ("png", "svg")]
+    assert sorted(out.iterdir()) == paths
+    assert capsys.readouterr().out.split() == [str(path) for path in paths]
+
+    written = [path.read_bytes() for path in paths]
+    assert all(content.startswith(b"\x89PNG") for content in written[::2])
+    assert all(content.startswith(b"<?xml") for content in written[1::2])
+    assert plot.main(arguments) == 0
+    assert [path.read_bytes() for path in paths] == written
 
 
 def test_bad_input_is_one_line_and_writes_nothing(tmp_path, capsys):
     """Exit status 2; the line names what is wrong."""
-    (good, _), (other, _) = make_run(tmp_path), make_run(tmp_path, "adamw", model="45m", d_model=512)
-    (broken, _), (strange, _), (cut, _) = make_run(tmp_path), make_run(tmp_path, method="muon"), make_run(tmp_path)
-    (tmp_path / broken / "config.json").write_text('{"config": ')
-    text = (tmp_path / strange / "config.json").read_text()
-    (tmp_path / strange / "config.json").write_text(text.replace('"muon"', '"sgd"'))
-    (tmp_path / cut / "log.jsonl").write_text('{"step": 0, "tok')
-    cases = [([], "runs"), ([good, "--frobnicate", "1"], "--frobnicate"), ([good, "--target", "low"], "--target")]
-    cases += [([str(tmp_path / "none")], "none"), ([str(tmp_path)], str(tmp_path)), ([good, other], "model, d_model")]
-    cases += [([good, broken], broken), ([strange], "sgd"), ([cut], cut)]
-    second, _ = make_run(tmp_path, batch=8192)
-    cases += [([good, second, "--target", "0.1"], "0.1")]
+    good = Run(tmp_path).folder
+    larger_batch = Run(tmp_path, batch=8192).folder
+    other_model = Run(tmp_path, "adamw", model="45m", d_model=512).folder
+    unknown_method = Run(tmp_path, "sgd").folder
+    broken_config = Run(tmp_path).folder
+    Path(broken_config, "config.json").write_text('{"config": ')
+    broken_log = Run(tmp_path).folder
+    Path(broken_log, "log.jsonl").write_text('{"step": 0, "tok')
+
+    cases = [
+        ([], "runs"),
+        ([good, "--frobnicate", "1"], "--frobnicate"),
+        ([good, "--target", "low"], "--target"),
+        ([str(tmp_path / "none")], "none"),
+        ([str(tmp_path)], str(tmp_path)),
+        ([good, other_model], "model, d_model"),
+        ([good, broken_config], broken_config),
+        ([unknown_method], "sgd"),
+        ([broken_log], broken_log),
+        ([good, larger_batch, "--target", "0.1"], "0.1"),
+    ]
     for arguments, named in cases:
         assert plot.main([*arguments, "--out", str(tmp_path / "out")]) == 2, arguments
         printed = capsys.readouterr()
         assert named in printed.err and printed.err.count("\n") == 1 and not printed.out
         assert not (tmp_path / "out").exists()
+
+
+def test_a_picture_that_cannot_be_written_is_a_failure_of_the_machine(tmp_path, capsys):
+    """Exit status 1, and one line."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "file").touch()
+    run = Run(tmp_path / "runs")
+    assert plot.main([run.folder, "--out", str(tmp_path / "file")]) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("plot.py: ") and printed.err.count("\n") == 1
