@@ -1,7 +1,7 @@
 """The baselines AdamW, Muon and SOAP: one step of an optimizer per batch (Section 5, Appendix H).
 
-A batch is read in `inner_steps` inner batches whose gradients are added up, so its size is not limited
-by memory. The update rules are in optimizers.py.
+A batch is read in `inner_steps` inner batches whose gradients are added up, so its size is not
+limited by memory. The update rules are in optimizers.py.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,9 @@ class Config:
     lr: float = 0.003
     schedule: str = "cosine"  # cosine | constant, over the run (App. H; constant with --average)
     warmup: float = 0.0  # fraction of the run in which lr rises linearly (Appendix H: 0 or 0.1)
-    weight_decay: float = 0.0  # decay of every matrix, times lr, per update (App. H: AdamW 0 to 0.1)
+    weight_decay: float = (
+        0.0  # decay of every matrix, times lr, per update (App. H: AdamW 0 to 0.1)
+    )
     # decay τ of the weight average, per update, evaluated in place of θ (Appendix H: 0.3 to 0.99)
     average: float = 0.0
     clip: float = 1.0  # largest gradient norm of an optimizer group; 0 = any
@@ -172,7 +174,7 @@ def finish(state, config):
     step, opt = optimizer.update(grad, state.opt, state.params)
     params = optax.apply_updates(state.params, step)
     average = optimizers.update_average(state.average, params, config.average)
-    k, loss, grad = jax.tree.map(jnp.zeros_like, (state.k, state.loss, state.grad))
+    k, loss, grad = jax.tree.map(jnp.zeros_like, state[-3:])
     return State(params, average, opt, state.t + 1, k, loss, grad)
 
 

@@ -1,31 +1,24 @@
-"""Full Gauss-Newton (Algorithm 1): minimize a quadratic model of the loss, then search along the step.
+"""Full Gauss-Newton (Algorithm 1): minimize a quadratic model of the loss, then search the step.
 
-Around the present parameters θ_t the network f is replaced by its linearization, and the loss ℓ by its
-second-order expansion in the logits. With δ = θ - θ_t, z = f(θ_t) and J = ∂f/∂θ at θ_t:
+Around the present parameters θ_t the network f is replaced by its linearization, and the loss ℓ by
+its second-order expansion in the logits. With δ = θ - θ_t, z = f(θ_t), and J = ∂f/∂θ at θ_t:
 
-    L2(θ_t + δ) = ℓ(z) + g·v + ½ v·Hv,     v = J δ,  g = ∇ℓ(z),  H = ∇²ℓ(z)         (Section 4.3)
-    ∇L2 = Jᵀ(g + H v) = ∇L(θ_t) + G δ,     G = Jᵀ H J                               (Appendix B)
+    L2(θ_t + δ) = ℓ(z) + g·v + ½ v·Hv,     v = J δ,  g = ∇ℓ(z),  H = ∇²ℓ(z)      (Section 4.3)
+    ∇L2 = Jᵀ(g + H v) = ∇L(θ_t) + G δ,     G = Jᵀ H J                            (Appendix B)
 
-L2 is least at δ = -G⁻¹ ∇L(θ_t): the Gauss-Newton update. Newton's method has the Hessian of the loss in
-place of G. The Hessian is G + Σ gᵢ ∇²fᵢ, a sum over the logits: G leaves out the curvature of the network
-itself. What it keeps has no negative direction. For cross-entropy g = p - onehot(y) and H = diag(p) - p pᵀ
-with p = softmax(z); H is positive semi-definite, so G is, and L2 is convex where Newton's model may not be.
+L2 is smallest at δ = -G⁻¹ ∇L(θ_t). That is the Gauss-Newton update. Newton's method has the Hessian
+of the loss in place of G. It is G + Σ gᵢ ∇²fᵢ, a sum over the logits: G leaves out the curvature of
+the network itself. What is left has no negative direction: for cross-entropy, with p = softmax(z),
+g = p - onehot(y), and H = diag(p) - p pᵀ is positive semi-definite, so G is, too.
 
-Neither J nor G is ever formed. JAX gives products with them as functions:
-    pushforward, δ -> J δ: `jax.linearize(f, θ_t)` returns f(θ_t) and this function;
-    pullback, u -> Jᵀ u: `jax.linear_transpose` turns the pushforward into it. u, an array like z, is
-    called a cotangent.
+Neither J nor G is ever formed. JAX gives us functions that multiply by J and by Jᵀ:
+    `jax.linearize(f, θ_t)` returns f(θ_t) and the pushforward, δ -> J δ;
+    `jax.linear_transpose(pushforward, θ_t)` returns the pullback, u -> Jᵀ u.
+An array such as u, which has the shape of z and is pulled back, is called a cotangent (here: _bar).
 
-An outer step reads a batch, as N inner batches, and takes N steps of Muon on L2, each on the next inner
-batch. The mean of the inner batches' L2 is the L2 of the batch. So this is stochastic optimization of a
-convex quadratic: the more steps and the smaller the last ones, the closer to -G⁻¹ ∇L of the batch.
-
-    paper                            code                   shape
-    θ_t, θ, δ                        theta0, theta, delta   trees of parameters
-    f(θ_t), J δ                      z, v                   [c, V], for c tokens and V words
-    ∇ℓ(z), ∇²ℓ(z) v, and their sum   g, Hv, u               [c, V]
-    below the head                   h, dh, h_bar           [B, T, D]: value, change, cotangent
-    outer step, inner step           t, k                   of T and N
+An outer step reads one batch, as N inner batches, and takes N steps of Muon on L2, one on each. The
+mean of the inner batches' L2 is the batch's L2. So the inner loop is stochastic optimization of one
+quadratic: as N grows and the learning rate falls, it approaches -G⁻¹ ∇L of the batch.
 """
 
 from dataclasses import dataclass
@@ -44,7 +37,7 @@ from optimizers import cosine, progress, rise
 from runtime import parallel
 from runtime.flags import check_choice, check_range, traced
 
-SCHEDULES = {  # how the learning rate falls; run, inner: how far the run and its outer step are, 0 to 1
+SCHEDULES = {  # how the learning rate falls with how much of the run and of the inner loop is done
     "constant+inner cosine": lambda run, inner: cosine(inner),
     "global cosine": lambda run, inner: cosine(run),
     "global+inner cosine": lambda run, inner: cosine(run) * cosine(inner),
@@ -75,11 +68,9 @@ class LineSearch:
     @property
     def fresh_batches(self):
         """Inner batches of fresh tokens that the line search of an outer step reads."""
-        if not self.line_search:
-            return 0
-        if not self.line_search_tokens:
-            return self.inner_steps
-        return max(1, round(self.line_search_tokens / self.inner_tokens))
+        if self.line_search and self.line_search_tokens:
+            return max(1, round(self.line_search_tokens / self.inner_tokens))
+        return self.inner_steps if self.line_search else 0
 
     def check(self):
         """Raises ValueError where a setting is out of its range."""
@@ -89,7 +80,7 @@ class LineSearch:
 @traced
 @dataclass(frozen=True)
 class Config(LineSearch):
-    """Settings of Gauss-Newton. App. H: the paper's Appendix H, which lists what was tried."""
+    """Settings of Gauss-Newton. "App. H" gives the values that the paper tried."""
 
     lr: float = 0.01  # peak learning rate of the inner optimizer (App. H: 0.001 to 0.1)
     # constant+inner cosine | global cosine | global+inner cosine | constant (Appendix D)
@@ -101,8 +92,8 @@ class Config(LineSearch):
     weight_decay: float = 0.001  # of every matrix, times lr, per inner step (App. H: 0 or 0.001)
     damping: float = 0.0  # λ of ½ λ |δ|², added to L2 (App. H, loss weight decay: 0 to 0.1)
     parameter_weight_decay: float = 0.0  # of every matrix, per outer step (App. H: 0 to 0.1)
-    # decay τ of the weight average, per inner step, 0 = none (App. H); default 0.999, with a line
-    # search 0
+    # decay τ of the weight average, per inner step (App. H: 0.9 to 0.999); 0 = no average. Default:
+    # 0 with a line search, 0.999 without
     average: float = None
     clip: float = 1.0  # largest gradient norm of an optimizer group, per inner step; 0 = any
 
@@ -111,7 +102,6 @@ class Config(LineSearch):
             object.__setattr__(self, "average", 0.0 if self.line_search else 0.999)
 
     def check(self):
-        """Raises ValueError where a setting is out of its range."""
         super().check()
         check_choice(self, "schedule", SCHEDULES)
         check_choice(self, "inner", INNER_OPTIMIZERS)
@@ -140,31 +130,26 @@ def inner_optimizer(lr, config):
 
 
 def init(params, config):
-    """State at the first outer step, from parameters θ_0.
-
-    No two of its arrays share memory, because `inner_step` writes each result where its state lay.
-    """
-    params, theta, average = (jax.tree.map(jnp.copy, params) for _ in range(3))
+    """State at the first outer step, from parameters θ_0. No two of its arrays share memory."""
+    theta = jax.tree.map(jnp.copy, params)
+    average = jax.tree.map(jnp.copy, params) if config.average else None
     opt = inner_optimizer(0.0, config).init(params)
     t, k = jnp.zeros(2, jnp.int32)
-    loss, inner_loss = jnp.zeros(2, params["head"].dtype)
-    return State(params, theta, average if config.average else None, opt, t, k, loss, inner_loss)
-
-
-# ---- the objective and its gradient --------------------------------------------------------------
+    loss, inner_loss = jnp.zeros(2, jax.tree.leaves(params)[0].dtype)
+    params = jax.tree.map(jnp.copy, params)
+    return State(params, theta, average, opt, t, k, loss, inner_loss)
 
 
 @on_gpu(quadratic_kernel)
 def quadratic(z, v, y, loss=model.cross_entropy):
-    """ℓ at θ_t, L2 at θ_t + δ, and g + H v, the gradient of L2 in the logits.
+    """ℓ at θ_t, L2 at θ_t + δ, and the gradient of L2 in the logits, g + H v: sums over c tokens.
 
-    z: f(θ_t), [c, V]; v: J δ, [c, V]; y: labels, int32 [c]; loss(z, y): a sum over c tokens, convex
-    in z. Returns two numbers, sums over tokens, and [c, V].
+    z: f(θ_t), [c, V]; v: J δ, [c, V]; y: labels, int32 [c]; loss(z, y): a sum over tokens.
     """
     v = v.astype(z.dtype)  # it may come rounded from a matrix product
     ell = loss(z, y)
     gradient = jax.grad(partial(loss, y=y))
-    g, Hv = jax.jvp(gradient, (z,), (v,))  # ∇ℓ at z, and how it changes when z changes by v
+    g, Hv = jax.jvp(gradient, (z,), (v,))  # ∇ℓ(z), and its change when z changes by v
     L2 = ell + jnp.vdot(g, v) + jnp.vdot(v, Hv) / 2
     return ell, L2, g + Hv
 
@@ -177,15 +162,15 @@ def value_and_grad(theta0, delta, tokens, config, objective=quadratic):
     model, network = config.model, config.network
     x, y = model.inputs_and_labels(tokens)
 
-    # Up: linearize the network at θ_t, below the head, and push δ through it.
+    # Up: linearize the network below its head, h [B, T, D], and push δ through it.
     h, push = jax.linearize(lambda params: model.hidden(network, params, x), theta0)
     dh = push(delta)
 
     # Across: the head and the loss, a few tokens at a time.
-    head = model.head_both_ways(network, theta0, delta)
+    head_both_ways = model.head_both_ways(network, theta0, delta)
 
     def across(h, dh, y):
-        z, v, pull_head = head(h, dh)  # z = f(θ_t), v = J δ
+        z, v, pull_head = head_both_ways(h, dh)  # z = f(θ_t), v = J δ
         ell, L2, u = objective(z, v, y)  # u = g + H v
         h_bar, head_grad = pull_head(u)
         return h_bar, (ell, L2, head_grad)
@@ -193,13 +178,9 @@ def value_and_grad(theta0, delta, tokens, config, objective=quadratic):
     h_bar, (ell, L2, head_grad) = model.over_tokens(network, across, h, dh, y)
 
     # Down: pull the cotangent back through the same linear map, Jᵀ u.
-    pull = jax.linear_transpose(push, theta0)
-    (grad,) = pull(h_bar)
+    (grad,) = jax.linear_transpose(push, theta0)(h_bar)
     grad = grad | head_grad
     return jax.tree.map(lambda total: total / y.size, (ell, L2, grad))
-
-
-# ---- the inner loop ------------------------------------------------------------------------------
 
 
 def learning_rate(t, k, config):
@@ -237,24 +218,15 @@ def inner_step(state, tokens, config, value_and_grad=value_and_grad):
     return state._replace(theta=theta, average=average, opt=opt, k=state.k + 1)
 
 
-# ---- the line search and the move ----------------------------------------------------------------
-
-
 def between(theta0, theta, alpha):
     """θ_t + α (θ - θ_t); exactly θ_t at α = 0, even where θ is not finite."""
-
-    def point(a, b):
-        return jnp.where(alpha == 0, a, a + alpha * (b - a))
-
-    return jax.tree.map(point, theta0, theta)
+    point = jax.tree.map(lambda a, b: a + alpha * (b - a), theta0, theta)
+    return jax.tree.map(partial(jnp.where, alpha == 0), theta0, point)
 
 
 @jax.jit
 def losses(theta0, theta, alphas, tokens, config):
-    """The loss at θ_t + α (θ - θ_t), for each α of alphas [A], on an inner batch: [A].
-
-    It is infinite if a weight of θ is not finite and α is not 0.
-    """
+    """[A]: the loss at θ_t + α (θ - θ_t) for each α of alphas [A]; infinite if θ is not finite."""
     is_finite = [jnp.isfinite(a).all() for a in jax.tree.leaves(theta)]
     all_finite = jnp.array(is_finite).all()
     mean_loss = parallel.mean(partial(config.model.loss, config.network))
@@ -267,10 +239,9 @@ def losses(theta0, theta, alphas, tokens, config):
 
 
 def line_search(theta0, theta, fresh, config):
-    """The α of 2^(-i/2), i < line_search, with the smallest loss on fresh tokens.
+    """The α of 2^(-i/2), i < line_search, with the smallest loss on fresh tokens; see `update`.
 
-    0 where the guard is on and none of them is better than θ_t. fresh(k), k < fresh_batches: an
-    inner batch, int32 [B, T+1]. A loss that is not finite counts as infinite.
+    With the guard it is 0 if none of them is better than θ_t. A loss that is not finite never is.
     """
     alphas = 2.0 ** (-jnp.arange(config.line_search) / 2)
     if config.guard:
@@ -278,8 +249,7 @@ def line_search(theta0, theta, fresh, config):
     total = jnp.zeros_like(alphas)
     for k in range(config.fresh_batches):
         batch_losses = losses(theta0, theta, alphas, fresh(k), config)
-        # Waiting for the batch before means that never more than one is on the device.
-        total = jax.block_until_ready(total) + batch_losses
+        total = jax.block_until_ready(total) + batch_losses  # at most one more is in flight
     total = jnp.where(jnp.isfinite(total), total, jnp.inf)
     return alphas[jnp.argmin(total)]
 
@@ -288,17 +258,16 @@ def line_search(theta0, theta, fresh, config):
 def move(state, alpha, config):
     """The State at the start of the next outer step, at θ_{t+1} = θ_t + α (θ - θ_t).
 
-    The next inner loop starts from θ, not from θ_{t+1} (Section 5.1): θ is where the inner optimizer
-    has come to, and its momentum belongs to it. α decides only which weights count. After a refused
-    step (α = 0) it starts from θ_t, without momentum, since θ was worse than that.
+    The next inner loop starts from θ, not from θ_{t+1} (Section 5.1): θ is the point that the inner
+    optimizer has come to, and its momentum belongs to it. α only says which weights are trusted. If
+    the step was refused (α = 0), θ is a bad point: the loop starts from θ_t, without momentum.
     """
     params = between(state.params, state.theta, alpha)
+    no_momentum = inner_optimizer(0.0, config).init(params)
     refused = alpha == 0
+    theta = jax.tree.map(partial(jnp.where, refused), params, state.theta)
+    opt = jax.tree.map(partial(jnp.where, refused), no_momentum, state.opt)
     keep = jnp.where(refused, 1, 1 - config.parameter_weight_decay)
-    opt_anew = inner_optimizer(0.0, config).init(params)
-    select = partial(jnp.where, refused)
-    theta = jax.tree.map(select, params, state.theta)
-    opt = jax.tree.map(select, opt_anew, state.opt)
     params = optimizers.scale_matrices(params, keep)
     theta = optimizers.scale_matrices(theta, keep)  # or the next step would undo the decay
     average = state.average
@@ -312,13 +281,13 @@ def move(state, alpha, config):
 def update(state, batches, fresh, config, watch=lambda state: None, value_and_grad=value_and_grad):
     """One outer step of Algorithm 1: minimize L2 over a batch, search along the step, move.
 
-    batches(k), k < inner_steps, and fresh(k), k < fresh_batches: an inner batch, int32 [B, T+1].
-    watch(state): called after each inner step. Returns the next State, and metrics: train_loss (ℓ at
-    θ_t) and inner_loss (L2), in nats per token, means over the batch; lr of the first inner step;
-    alpha, if there is a line search: 0 where it refused the step.
+    batches(k), k < inner_steps: the inner batches, int32 [B, T+1]; fresh(k), k < fresh_batches:
+    those of the line search; watch(state) is called after each inner step. Returns the next State,
+    and metrics: train_loss (ℓ at θ_t) and inner_loss (L2), means over the batch in nats per token;
+    lr of the first inner step; alpha of the line search, 0 if it refused the step.
     """
     N = config.inner_steps
-    for k in range(int(state.k), N):  # a run that was stopped resumes at k
+    for k in range(int(state.k), N):  # a run that was stopped inside the loop resumes there
         state = inner_step(state, batches(k), config, value_and_grad)
         watch(state)
 

@@ -50,16 +50,19 @@ class State(NamedTuple):
 def init(params, config):
     """State at the first outer step, from parameters θ_0."""
     theta = jax.tree.map(jnp.copy, params)
-    t, k = jnp.zeros((2,), jnp.int32)
-    loss, inner_loss = jnp.zeros((2,), params["head"].dtype)
-    return State(jax.tree.map(jnp.copy, params), theta, None, t, k, loss, inner_loss)
+    t, k = jnp.zeros(2, jnp.int32)
+    loss, inner_loss = jnp.zeros(2, jax.tree.leaves(params)[0].dtype)
+    params = jax.tree.map(jnp.copy, params)
+    return State(params, theta, None, t, k, loss, inner_loss)
 
 
 def curvature(z, v, y, loss=model.cross_entropy):
     """gn.quadratic without its constant and its linear part: 0, ½ v·Hv, H v."""
     v = v.astype(z.dtype)
-    _, Hv = jax.jvp(jax.grad(partial(loss, y=y)), (z,), (v,))
-    return jnp.zeros((), z.dtype), jnp.vdot(v, Hv) / 2, Hv
+    gradient = jax.grad(partial(loss, y=y))
+    _, Hv = jax.jvp(gradient, (z,), (v,))
+    zero = jnp.zeros((), z.dtype)
+    return zero, jnp.vdot(v, Hv) / 2, Hv
 
 
 @partial(parallel.jit, static_argnames="value_and_grad")
@@ -76,7 +79,8 @@ def solve(state, batch, config, value_and_grad=gn.value_and_grad):
             result = of_inner_batch(theta0, delta, tokens)
             return jax.tree.map(jnp.add, total, result), None
 
-        start = (jnp.zeros_like(state.loss), jnp.zeros_like(state.loss), zero)
+        no_loss = jnp.zeros_like(state.loss)
+        start = (no_loss, no_loss, zero)
         total, _ = jax.lax.scan(add, start, batch)
         return jax.tree.map(lambda a: a / len(batch), total)
 

@@ -4,11 +4,11 @@
     ∇L1 = Jᵀ u,                 u = ∇ℓ(z + v)
 
 L1 is convex in δ, because ℓ is convex in the logits, but it is not quadratic. So this is no
-second-order method: it tells what the higher-order terms of the loss are worth, which Gauss-Newton
+second-order method: it tells what the higher-order terms of the loss are worth that Gauss-Newton
 drops. Its gradient differs from Gauss-Newton's by O(|δ|²).
 
-All the rest is gn.py. The defaults differ: the learning rate falls once over the whole run, there is
-no line search, and what is evaluated is the average of the weights over the inner steps.
+All the rest is gn.py. The defaults differ: the learning rate falls once over the whole run, there
+is no line search, and what is evaluated is the average of the weights over the inner steps.
 """
 
 from dataclasses import dataclass

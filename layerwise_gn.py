@@ -12,8 +12,8 @@ cotangent passes back down to layer l and ends there. All streams share one forw
 multiplies by its weights once for a stream that only passes, and twice for its own, each way. With
 12 blocks that costs as much as 4.1 gradients of gn.py; running each layer separately would cost 14.
 
-All the rest is gn.py. Muon and Adam treat each array by itself, so one inner iterate and one optimizer
-serve all layers. Only clipping looks across them, by the norm of an optimizer group.
+All the rest is gn.py. Muon and Adam treat each array by itself, so one inner iterate and one
+optimizer serve all layers. Only clipping looks across them, by the norm of an optimizer group.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class Config(gn.Config):
     """Settings of layerwise Gauss-Newton: those of Gauss-Newton, and the objective of a layer."""
 
     line_search: int = 10  # step sizes α = 2^(-i/2) tried on fresh tokens (Appendix D); 0 = α is 1
-    # quadratic | exact: each layer's loss is expanded as in gn.py (Section 6.3), or as in gn_prox.py
+    # quadratic | exact: a layer's loss is expanded as in gn.py (Section 6.3), or as in gn_prox.py
     objective: str = "quadratic"
 
     def check(self):
@@ -123,8 +123,8 @@ def value_and_grad(theta0, delta, tokens, config, objective=None):
 def up(network, theta0, delta, x):
     """What the head reads, h [B, T, D]; how each layer's δ_l alone changes it; and the pullbacks.
 
-    The changes are streams, stacked: [L+1, B, T, D]. The pullbacks are pairs, the lowest layer first:
-    from the layer's output to its parameters, and to its input.
+    The changes are streams, stacked: [L+1, B, T, D]. Each layer, the lowest first, has a pair of
+    pullbacks: from its output to its parameters, and from its output to its input.
     """
     h = x
     pullbacks = []
@@ -138,7 +138,7 @@ def up(network, theta0, delta, x):
         def to_input(u, pull=pull):
             return pull(u)[1]
 
-        # The transpose of a pullback is a pushforward, as (Jᵀ)ᵀ = J. So one vjp gives all four maps.
+        # The transpose of a pullback is a pushforward: (Jᵀ)ᵀ = J. So one vjp gives all four maps.
         own = transpose(to_params, h)  # the change of the parameters -> that of the output
         through = transpose(to_input, h)  # the change of the input -> that of the output
         if i == 0:
@@ -152,8 +152,8 @@ def up(network, theta0, delta, x):
 def across(network, objective, head, h, streams, y):
     """The cotangents of the streams, and the sums of loss, value and the head's gradient.
 
-    head: the head's weights w and their change dw, [D, V]. The head is the last layer: the stream of
-    its own change starts and ends here.
+    head: the head's weights w and their change dw, [D, V]. The head is the last layer: the stream
+    of its own change starts and ends here.
     """
     w, dw = (rounded(network, a) for a in head)
     for_each_stream = jax.vmap(objective, in_axes=(None, 0, None))
@@ -186,5 +186,5 @@ def down(pullbacks, streams):
 
 
 def update(state, batches, fresh, config, watch=lambda state: None):
-    """One outer step; arguments and results as gn.update's, inner_loss being the sum over layers."""
+    """One outer step; arguments and results as gn.update's, inner_loss summed over the layers."""
     return gn.update(state, batches, fresh, config, watch, value_and_grad)

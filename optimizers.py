@@ -5,11 +5,11 @@
     SOAP:   θ - lr Q_L (m / √v) Q_Rᵀ          Adam in the eigenbases Q of Shampoo's factors
 
 An optax transformation is a pair of functions. `init(params)` returns its state;
-`update(grads, state, params)` returns the step, which is to be added to the parameters, and the next
-state. `optax.chain` applies several in a row.
+`update(grads, state, params)` returns the step, to be added to the parameters, and the next state.
+`optax.chain` applies several in a row.
 
 The baselines use these rules on the loss (baselines.py), Gauss-Newton uses Muon or AdamW on its
-quadratic model (gn.py). A number such as lr may be traced, so one compiled program serves all values.
+quadratic model (gn.py). Numbers such as lr may be traced: one compiled program serves all values.
 """
 
 from functools import partial
@@ -40,7 +40,7 @@ def groups(params):
 
 
 def is_matrix(params):
-    """True for a matrix, embedding and head included, False for norms: what weight decay reaches."""
+    """True for a matrix, embedding and head too, False for norms and biases: what decays."""
 
     def named_as_matrix(name):
         return name in model.MATRICES or name in ("embedding", "head")
@@ -65,8 +65,9 @@ def adamw(lr, b1, b2, weight_decay, clip):
 def muon(lr, momentum, weight_decay, clip, dtype="float32"):
     """Muon on the matrices inside the blocks, AdamW on the rest; dtype: of Newton-Schulz's products.
 
-    optax.contrib.muon does the same. It is taken apart here so that Newton-Schulz alone is rounded to
-    bfloat16, and runs on a few large stacks of matrices, which the devices share.
+    optax.contrib.muon does the same as a whole. It is taken apart here so that only Newton-Schulz is
+    rounded to bfloat16, and so that it runs on few large stacks of matrices, which devices share. On
+    an H200 that makes an inner step of gn.py at 45m 4% faster (27.8 against 28.9 ms).
     """
     matrices = optax.chain(
         clip_by_norm(clip),
@@ -82,7 +83,7 @@ def muon(lr, momentum, weight_decay, clip, dtype="float32"):
 def nesterov(b):
     """Nesterov momentum: b m / (1 - b^(t+1)) + (1 - b) g / (1 - b^t) at update t = 1, 2, ...
 
-    m is the running mean of the gradient g with decay b. It starts at zero; the divisions undo that.
+    m is the running mean of the gradient g, with decay b. It starts at zero, which is divided out.
     """
 
     def update(g, state, params=None):
@@ -97,11 +98,11 @@ def nesterov(b):
 
 
 def orthogonalize(dtype):
-    """Turns each matrix U S Vᵀ of a tree of stacks [L, in, out] into √max(1, out/in) U Vᵀ, about.
+    """Turns each matrix U S Vᵀ of a tree of stacks [L, in, out] into about √max(1, out/in) U Vᵀ.
 
-    Newton-Schulz does it without a decomposition: five times m <- a m + b (m mᵀ) m + c (m mᵀ)² m, an
-    odd polynomial that takes each singular value to between 0.7 and 1.2. It is optax's; lr -1 and no
-    momentum leave nothing but this step and the factor.
+    Newton-Schulz needs no decomposition for that: five times m <- a m + b (m mᵀ) m + c (m mᵀ)² m, a
+    polynomial that brings each singular value near 1. Here it is optax's Muon: with lr -1 and no
+    momentum, nothing but this and the factor √max(1, out/in) is left of it.
     """
     axes = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
     rule = optax.contrib.muon(
@@ -135,9 +136,9 @@ def join_by_shape(tree):
 
 # ---- SOAP (Vyas et al. 2024) ---------------------------------------------------------------------
 #
-#     L <- b2 L + (1 - b2) g gᵀ,   R <- b2 R + (1 - b2) gᵀ g     Shampoo's factors of a gradient g [m, n]
-#     Q_L, Q_R: their eigenvectors, refreshed by a step of power iteration, Q <- QR(L Q)
-#     g' = Q_Lᵀ g Q_R;   m <- b1 m + (1 - b1) g',   v <- b2 v + (1 - b2) g'²;   step: Q_L (m / √v) Q_Rᵀ
+#     L, R: running means of g gᵀ and of gᵀ g, Shampoo's factors of a gradient g [m, n]
+#     Q_L, Q_R: their eigenvectors, refreshed by a step of power iteration, Q_L <- QR(L Q_L)
+#     m, v: running means of g' = Q_Lᵀ g Q_R and of g'²;     the step is Q_L (m / √v) Q_Rᵀ
 
 
 class SoapState(NamedTuple):
@@ -205,7 +206,8 @@ def soap_step(b1, b2, frequency, n, g, state):
     rotated = rotate(g, state.Q)
     m = running_mean(state.m, rotated, b1)
     v = running_mean(state.v, rotated * rotated, b2)
-    m, v = (jnp.where(n == 0, 0, mean) for mean in (m, v))
+    m = jnp.where(n == 0, 0, m)
+    v = jnp.where(n == 0, 0, v)
     m_bias = 1 - b1 ** jnp.maximum(n, 1)
     v_bias = 1 - b2**n
     step = rotate_back(m / (jnp.sqrt(v) + 1e-8), state.Q)
@@ -259,7 +261,7 @@ def rotate_back(x, Q):
 
 
 def power_iteration(Q, v, factors):
-    """One step of it on each side: Q <- QR(F Q), columns by falling eigenvalue, v in their order."""
+    """One step on each side: Q <- QR(F Q), the largest eigenvalue first; v in the same order."""
     Q = list(Q)
     for side, F in enumerate(factors):
         if F is not None:
@@ -276,7 +278,6 @@ def power_iteration(Q, v, factors):
 def eigenvectors(F):
     """The eigenvectors of F, [.., d, d], in columns, the largest eigenvalue first."""
 
-
     def of_one(F):
         _, columns = jnp.linalg.eigh(F)  # the smallest eigenvalue first
         return columns[:, ::-1]
@@ -291,7 +292,7 @@ def orthonormal_columns(A):
 
 
 def one_by_one(f, a):
-    """f of a matrix, or of each of a stack; batches of LAPACK's calls hang on a CPU of few cores."""
+    """f of a matrix, or of each of a stack: LAPACK in batches hangs on a CPU with few cores."""
     if a.ndim == 2:
         return f(a)
     return jax.lax.map(f, a)
