@@ -1,0 +1,399 @@
+"""Gauss-Newton on a network so small that its matrix G can be written down and inverted.
+
+For readers who know gradient descent and a little JAX. `python tutorial.py` takes seconds. It prints
+what each section below computes, and draws figures/tutorial.png.
+
+Near the parameters θ_t, the loss L of a network is close to a quadratic model of the step δ,
+
+    m(δ) = L(θ_t) + grad·δ + ½ δ·C δ,    grad = ∇L(θ_t)
+
+where the matrix C says how the loss curves. The model is flat, that is, its gradient grad + C δ is
+zero, at δ = -C⁻¹ grad. Three methods take this step, each with another C:
+
+    gradient descent    C = I           its step is -grad
+    Newton              C = ∇²L + λI    the Hessian ∇²L: all second derivatives of the loss
+    Gauss-Newton        C = G + λI      G: the part of the Hessian that never curves downwards
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+from matplotlib.figure import Figure
+
+import gn
+import model
+from runtime import flags
+
+DAMPING = 0.03  # λ; section 2 says what it is for
+SEED = 46  # of the first parameters, chosen because Newton's method fails there (section 6)
+LOOKS = {"gradient": ("black", "v"), "Newton": ("#D55E00", "D"), "Gauss-Newton": ("#0072B2", "o")}
+
+# ---- 1. A network and its data -------------------------------------------------------------------
+#
+# The network gives each class a score, its logit: z = tanh(x w + b) head. The probabilities of the
+# classes are p = softmax(z). The loss is cross-entropy: -log p[y], where y is the right class.
+
+
+class MLP:
+    """The network, as the five functions that gn.py asks for. The class only holds them together.
+
+    A batch is a pair: points [n, 2] and their classes, int32 [n]. `network` is for the sizes of the
+    network; here there are none to choose. Hidden means all that lies below the last matrix, the head.
+    """
+
+    def inputs_and_labels(batch):
+        return batch
+
+    def hidden(network, params, x):
+        return jnp.tanh(x @ params["w"] + params["b"][None])  # [n, 3]
+
+    def head_both_ways(network, theta0, delta):
+        w, dw = theta0["head"], delta["head"]
+
+        def both_ways(h, dh):  # the hidden units and their change
+            def pull(u):  # the way back, Jᵀ u in section 3: to the hidden units and to the head
+                return u @ w.T, {"head": h.T @ u}
+
+            return h @ w, dh @ w + h @ dw, pull  # the logits, their change, the way back
+
+        return both_ways
+
+    def over_tokens(network, f, *arrays):
+        return f(*arrays)  # all points at once; model.py takes a few tokens at a time
+
+    def loss(network, params, batch):
+        x, y = batch
+        z = MLP.hidden(network, params, x) @ params["head"]
+        return model.cross_entropy(z, y) / len(y)
+
+
+CONFIG = gn.Config(network=None, model=MLP, inner_steps=1, outer_steps=1)
+
+
+def make_batch():
+    """12 points on a circle. Their classes are 0, 0, 1, 1, 2, 2, and the same again."""
+    angle = 2 * jnp.pi * jnp.arange(12) / 12
+    points = jnp.stack([jnp.cos(angle), jnp.sin(angle)], axis=1)
+    return points, jnp.arange(12) // 2 % 3
+
+
+def init(seed):
+    """Random parameters of the MLP."""
+    shapes = {"w": (2, 3), "b": (3,), "head": (3, 3)}
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    names_and_keys = zip(shapes, keys, strict=True)
+    return {name: jax.random.normal(key, shapes[name]) / 2 for name, key in names_and_keys}
+
+
+def flatten(config, params, batch):
+    """θ, which is all P parameters in one vector, and three functions of θ.
+
+    They return the params, the logits [n, V] (n labels, V classes), and the mean loss.
+    """
+    x, y = config.model.inputs_and_labels(batch)
+    theta, as_params = ravel_pytree(params)
+
+    def logits(theta):
+        params = as_params(theta)
+        h = config.model.hidden(config.network, params, x)
+        return (h @ params["head"]).reshape(y.size, -1)
+
+    def loss(theta):
+        return config.model.loss(config.network, as_params(theta), batch)
+
+    return theta, as_params, jax.jit(logits), jax.jit(loss)
+
+
+# ---- 2. G, written down --------------------------------------------------------------------------
+#
+# The loss curves for two reasons: the logits curve as θ changes, and the loss curves as the logits
+# change. Gauss-Newton keeps the second alone. It replaces the logits by their tangent, z + J δ, where
+# the Jacobian J = ∂z/∂θ has one row for each logit. Of the Hessian there remains
+#
+#     G = mean over the points of Jᵀ H J,    H = ∂²loss/∂z² = diag(p) - p pᵀ
+#
+# H never curves downwards, so neither does G. What G leaves out is the curvature of each logit, ∇²z,
+# times its residual, p - onehot(y), which says how wrong the logit is.
+#
+# G has no inverse: it is zero along directions of θ that change no probability. One such direction
+# adds the same number to all logits. So add λ to every curvature, which also keeps the step short.
+
+
+@partial(jax.jit, static_argnames="logits")
+def gauss_newton_matrix(logits, theta):
+    """G, [P, P]."""
+    J = jax.jacfwd(logits)(theta)  # [n, V, P]
+    p = jax.nn.softmax(logits(theta))  # [n, V]
+    H = jax.vmap(jnp.diag)(p) - p[:, :, None] * p[:, None, :]  # [n, V, V]
+    return jnp.einsum("nap,nab,nbq->pq", J, H, J) / len(p)
+
+
+# ---- 3. The same step from products alone --------------------------------------------------------
+#
+# With a million parameters, G has 10¹² entries. But the product G δ = Jᵀ (H (J δ)) needs no matrix. In
+# place of J, JAX gives two functions, each about as cheap as the network itself:
+#
+#     the pushforward    δ -> J δ     how the logits change when θ changes by a small δ
+#     the pullback       u -> Jᵀ u    from an array like z, called a cotangent, back to parameters;
+#                                     from the residuals it makes the gradient of the loss
+#
+# Conjugate gradients is a method that solves C δ = -grad step by step, from one product with C a step.
+
+
+def make_product(logits, theta):
+    """The function δ -> (G + λI) δ."""
+    z, push = jax.linearize(logits, theta)
+    pull = jax.linear_transpose(push, theta)
+    p = jax.nn.softmax(z)
+
+    @jax.jit
+    def product(delta):
+        v = push(delta)  # J δ
+        Hv = p * v - p * jnp.sum(p * v, axis=1, keepdims=True)
+        (G_delta,) = pull(Hv / len(z))
+        return G_delta + DAMPING * delta
+
+    return product
+
+
+# ---- 4. The same step from gradients -------------------------------------------------------------
+#
+# The model's gradient is grad + C δ. Gradient steps on the model lead to the same δ, though slowly
+# where it curves little. gn.py works like this, with a better optimizer, Muon. Each of its steps
+# reads a small batch of its own, where each product of conjugate gradients must read all the data.
+
+
+def descend(product, grad, lr, steps):
+    """δ after so many gradient steps on the model."""
+    delta = jnp.zeros_like(grad)
+    for _ in range(steps):
+        delta -= lr * (grad + product(delta))
+    return delta
+
+
+# ---- 5. A line search ----------------------------------------------------------------------------
+#
+# The model is close to the loss only near θ_t. So try several lengths of the step on the loss itself.
+
+ALPHAS = np.array([0, *2.0 ** np.arange(-8, 5)])  # 0 (refuse the step), 1/256, 1/128, .. 8, 16
+
+
+@partial(jax.jit, static_argnames="loss")
+def losses_along(loss, theta, delta, alphas):
+    """The loss at θ + α δ, for each α of alphas."""
+    return jax.lax.map(lambda alpha: loss(theta + alpha * delta), alphas)
+
+
+def line_search(loss, theta, delta):
+    """The α of ALPHAS where the loss at θ + α δ is smallest."""
+    return ALPHAS[jnp.argmin(losses_along(loss, theta, delta, ALPHAS))]
+
+
+# ---- 6. Gradient descent, Newton, Gauss-Newton ---------------------------------------------------
+#
+# Where the Hessian curves downwards in some direction, the place where Newton's model is flat is no
+# minimum of it, and the step there may lead uphill. Gauss-Newton's step cannot: it starts with the
+# slope grad·δ = -grad·C⁻¹ grad, which is negative, as C curves upwards in every direction.
+
+
+@partial(jax.jit, static_argnames=("logits", "loss"))
+def steps(logits, loss, theta):
+    """{method: (C, δ)} at θ."""
+    grad = jax.grad(loss)(theta)
+    identity = jnp.eye(len(theta))
+    newton = jax.hessian(loss)(theta) + DAMPING * identity
+    gauss_newton = gauss_newton_matrix(logits, theta) + DAMPING * identity
+    matrices = {"gradient": identity, "Newton": newton, "Gauss-Newton": gauss_newton}
+    return {method: (C, -jnp.linalg.solve(C, grad)) for method, C in matrices.items()}
+
+
+def train(logits, loss, theta, method):
+    """The loss before and after each of 15 steps of a method, each with a line search."""
+    losses = [loss(theta)]
+    for _ in range(15):
+        _, delta = steps(logits, loss, theta)[method]
+        theta += line_search(loss, theta, delta) * delta
+        losses.append(loss(theta))
+    return losses
+
+
+# ---- 7. The same through gn.py -------------------------------------------------------------------
+#
+# gn.value_and_grad returns the loss at θ_t, m(δ) without λ, and the gradient of this m, grad + G δ. It
+# goes up the network (v = J δ), across the loss (u = residual + H v) and down again (Jᵀ u).
+
+
+def errors_of_gn(config, params, batch):
+    """How far gn.value_and_grad is from m(δ), grad and G δ written down, each over its length."""
+    theta, as_params, logits, loss = flatten(config, params, batch)
+    delta = jax.random.normal(jax.random.key(1), theta.shape) / 10
+    grad = jax.grad(loss)(theta)
+    G_delta = gauss_newton_matrix(logits, theta) @ delta
+    m = loss(theta) + grad @ delta + delta @ G_delta / 2
+
+    value_and_grad = jax.jit(gn.value_and_grad)
+    _, _, there = value_and_grad(params, as_params(0 * delta), batch, config)  # grad + G 0
+    _, value, here = value_and_grad(params, as_params(delta), batch, config)  # grad + G δ
+    there, _ = ravel_pytree(there)
+    here, _ = ravel_pytree(here)
+    return distance(value, m), distance(there, grad), distance(here - there, G_delta)
+
+
+def distance(a, b):
+    """|a - b| / |b|."""
+    return float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
+
+
+# ---- 8. A network of your own --------------------------------------------------------------------
+
+YOUR_OWN = """\
+8. To use a network of your own, write the five functions of MLP for it, and pass them as `model`.
+   Its parameters must be a dict, in which only the head's own functions read "head".
+   For another loss, write an `objective` as gn.quadratic, and pass it to gn.value_and_grad."""
+
+
+# ---- the lesson, printed and drawn ---------------------------------------------------------------
+
+
+def teach_one_step(logits, loss, theta):
+    """Prints sections 1 to 5. Returns the distances from δ: of conjugate gradients, of descent."""
+    print(f"1. A network of {len(theta)} parameters. Its loss is {loss(theta):.4f};")
+    print(f"   with equal probabilities for the 3 classes it would be log 3 = {np.log(3):.4f}.")
+
+    G = gauss_newton_matrix(logits, theta)
+    C, delta = steps(logits, loss, theta)["Gauss-Newton"]
+    curvatures = jnp.linalg.eigvalsh(G)
+    print(f"\n2. G is {len(G)} x {len(G)}. Its eigenvalues are the curvatures of the model:")
+    print(f"   the largest is {curvatures[-1]:.4f}, and {sum(curvatures < 1e-12)} are 0.")
+    print(f"   With λ = {DAMPING}, the step δ has length {jnp.linalg.norm(delta):.4f}.")
+
+    grad = jax.grad(loss)(theta)
+    product = make_product(logits, theta)
+    by_products, _ = jax.scipy.sparse.linalg.cg(product, -grad, tol=1e-14, maxiter=100)
+    cg_distance = distance(by_products, delta)
+    print("\n3. Conjugate gradients reach this δ from pushforwards and pullbacks alone,")
+    print(f"   to within {cg_distance:.0e} of its length.")
+
+    lr = 1 / (curvatures[-1] + DAMPING)
+    print(
+        "\n4. Gradient steps on the model reach it, too. How far they still are, over its length:"
+    )
+    distances = []
+    for n in (1, 10, 100, 1000):
+        distances.append(distance(descend(product, grad, lr, n), delta))
+        print(f"   {distances[-1]:.0e} after {n}")
+
+    alpha = line_search(loss, theta, delta)
+    print(
+        f"\n5. The line search takes α = {alpha}: the loss is now {loss(theta + alpha * delta):.4f}."
+    )
+    return cg_distance, distances
+
+
+def teach_comparison(logits, loss, theta):
+    """Prints section 6. Returns its numbers for the picture and the tests."""
+    grad = jax.grad(loss)(theta)
+    lowest = jnp.linalg.eigvalsh(jax.hessian(loss)(theta))[0]
+    print(
+        f"\n6. The smallest eigenvalue of the Hessian is {lowest:.4f}. The first step of each method:"
+    )
+    print(
+        "   method        slope grad·δ   loss at θ_t + δ   α of the line search   loss after 15 steps"
+    )
+    results = {}
+    for method, (C, delta) in steps(logits, loss, theta).items():
+        alphas = np.linspace(0, 1.2, 61)  # the 51st is 1
+        slope = grad @ delta
+        curve = losses_along(loss, theta, delta, alphas)
+        parabola = curve[0] + alphas * slope + alphas**2 * (delta @ C @ delta) / 2
+        losses = train(logits, loss, theta, method)
+        alpha = line_search(loss, theta, delta)
+        print(f"   {method:14}{slope:12.4f}{curve[50]:18.4f}{alpha:23g}{losses[-1]:22.4f}")
+        results[method] = dict(
+            slope=slope, alphas=alphas, curve=curve, parabola=parabola, losses=losses
+        )
+    return results
+
+
+def count_uphill(logits, loss):
+    """{method: how many of its first steps lead uphill, from 100 random starts}."""
+    uphill = dict.fromkeys(LOOKS, 0)
+    for seed in range(100):
+        theta, _ = ravel_pytree(init(seed))
+        grad = jax.grad(loss)(theta)
+        for method, (_, delta) in steps(logits, loss, theta).items():
+            uphill[method] += int(grad @ delta > 0)
+    return uphill
+
+
+def draw(results):
+    """The picture of section 6: the loss along the first steps, and in training."""
+    figure = Figure((9, 3.8), dpi=150, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for method, (color, marker) in LOOKS.items():
+        result = results[method]
+        left.plot(result["alphas"], result["curve"], color=color)
+        left.plot(result["alphas"], result["parabola"], "--", color=color)
+        right.plot(result["losses"], color=color, marker=marker, label=method)
+    left.axvline(1, color="lightgrey", zorder=0)
+    left.set(
+        title="Along the first step (dashed: its model)", xlabel="α", ylabel="loss at θ_t + α δ"
+    )
+    right.set(title="Training", xlabel="steps, each with a line search", ylabel="loss", ylim=0)
+    right.legend(frameon=False)
+    for ax in (left, right):
+        ax.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def teach(out):
+    """The whole lesson; the picture goes into the folder `out`. Returns what the tests check."""
+    theta, _, logits, loss = flatten(CONFIG, init(SEED), make_batch())
+    one_step = teach_one_step(logits, loss, theta)
+
+    comparison = teach_comparison(logits, loss, theta)
+    uphill = count_uphill(logits, loss)
+    print(f"   This start was chosen to show it. From 100 random starts, Newton's first step leads")
+    print(f"   uphill {uphill['Newton']} times, Gauss-Newton's {uphill['Gauss-Newton']} times.")
+    path = out / "tutorial.png"
+    out.mkdir(parents=True, exist_ok=True)
+    draw(comparison).savefig(path)
+    print(f"   {path} shows the loss along each step, and in training.")
+
+    print("\n7. gn.value_and_grad is as far from what is written down, over its length:")
+    sizes = {"vocab_size": 11, "context": 5, "d_model": 8, "d_ff": 16, "n_layers": 1}
+    llama = model.Config(**sizes, n_heads=2, n_kv_heads=2)
+    key = jax.random.key(0)
+    tokens = jax.random.randint(key, (2, llama.context + 1), 0, llama.vocab_size)
+    llama_config = gn.Config(network=llama, inner_steps=1, outer_steps=1)
+    errors = {"MLP": errors_of_gn(CONFIG, init(SEED), make_batch())}
+    errors["LLaMA"] = errors_of_gn(llama_config, jax.jit(partial(model.init, llama))(key), tokens)
+    for name, (value, grad, G_delta) in errors.items():
+        print(f"   {name:6} {value:.0e} for m(δ), {grad:.0e} for grad, {G_delta:.0e} for G δ")
+
+    print(f"\n{YOUR_OWN}")
+    return one_step, comparison, uphill, errors
+
+
+def main(argv=None):
+    """Runs the command line. Exit status: 0; 2 for bad input, 1 if the picture cannot be written."""
+    parser = flags.Parser(description=__doc__.split("\n")[0])
+    help_of_out = "folder of the picture [default figures]"
+    parser.add_argument("--out", type=Path, default="figures", help=help_of_out)
+    try:
+        options = parser.parse_args(argv)
+        with jax.enable_x64(True):  # numbers of 64 bits, so that equal means equal to 14 digits
+            teach(options.out)
+    except (ValueError, OSError) as error:
+        print(f"tutorial.py: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
