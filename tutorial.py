@@ -7,12 +7,14 @@ Near the parameters θ_t, the loss L of a network is close to a quadratic model 
 
     m(δ) = L(θ_t) + grad·δ + ½ δ·C δ,    grad = ∇L(θ_t)
 
-where the matrix C says how the loss curves. The model is flat, that is, its gradient grad + C δ is
-zero, at δ = -C⁻¹ grad. Three methods take this step, each with another C:
+where the matrix C says how the loss curves. The gradient of the model, grad + C δ, is zero at
+δ = -C⁻¹ grad. Three methods take this step. They differ in C:
 
     gradient descent    C = I           its step is -grad
     Newton              C = ∇²L + λI    the Hessian ∇²L: all second derivatives of the loss
     Gauss-Newton        C = G + λI      G: a part of the Hessian that never curves downwards
+
+λ is a small number. Section 2 explains G and λ.
 """
 
 import sys
@@ -29,7 +31,7 @@ import gn
 import model
 from runtime import flags
 
-DAMPING = 0.03  # λ; section 2 says what it is for
+DAMPING = 0.03  # λ
 SEED = 97  # of the first parameters, chosen because Newton's method fails there (section 6)
 LOOKS = {"gradient": ("black", "v"), "Newton": ("#D55E00", "D"), "Gauss-Newton": ("#0072B2", "o")}
 
@@ -40,7 +42,7 @@ LOOKS = {"gradient": ("black", "v"), "Newton": ("#D55E00", "D"), "Gauss-Newton":
 
 
 class MLP:
-    """The network, as the five functions that gn.py asks for. The class only holds them together.
+    """The network, as the five functions that gn.py asks for; the class is used like a module.
 
     A batch is a pair: points [n, 2] and their classes, int32 [n]. `network` is for the sizes of the
     network; here there are none to choose. The head is the last matrix, hidden is all before it.
@@ -55,8 +57,8 @@ class MLP:
     def head_both_ways(network, theta0, delta):
         w, dw = theta0["head"], delta["head"]
 
-        def both_ways(h, dh):  # the hidden units and their change
-            def pull(u):  # the way back, Jᵀ u in section 3: to the hidden units and to the head
+        def both_ways(h, dh):  # h: the hidden units, dh: their change
+            def pull(u):  # from the logits back to the hidden units and to the head (section 3)
                 return u @ w.T, {"head": h.T @ u}
 
             return h @ w, dh @ w + h @ dw, pull  # the logits, their change, the way back
@@ -86,7 +88,7 @@ def init(seed):
     """Random parameters of the MLP."""
     rng = np.random.default_rng(seed)
     shapes = {"w": (2, 3), "b": (3,), "head": (3, 3)}
-    return {name: jnp.asarray(rng.normal(size=shape) / 2) for name, shape in shapes.items()}
+    return {name: rng.normal(size=shape) / 2 for name, shape in shapes.items()}
 
 
 def flatten(config, params, batch):
@@ -111,16 +113,16 @@ def flatten(config, params, batch):
 # ---- 2. G, written down --------------------------------------------------------------------------
 #
 # The loss curves for two reasons: the logits curve as θ changes, and the loss curves as the logits
-# change. Gauss-Newton keeps the second alone: it replaces the logits by their tangent, z + J δ. The
-# Jacobian J = ∂z/∂θ has one row for each logit. Of the Hessian there remains
+# change. Gauss-Newton keeps only the second. It replaces the logits by z + J δ, which do not curve;
+# the Jacobian J = ∂z/∂θ has one row for each logit. Then the second derivatives of the loss are
 #
 #     G = mean over the points of Jᵀ H J,    H = ∂²loss/∂z² = diag(p) - p pᵀ
 #
-# H never curves downwards, so neither does G. What G leaves out is the curvature of each logit, ∇²z,
-# weighted by its residual p - onehot(y), which says how wrong the logit is.
+# H never curves downwards, so neither does G. The Hessian may: it is G and the curvature of each
+# logit, ∇²z, weighted by the logit's residual p - onehot(y), which says how wrong it is.
 #
-# G has no inverse: it is zero along directions of θ that change no probability. One of them adds
-# the same number to all logits. So add λ to every curvature, which also keeps the step short.
+# G has no inverse. Along a direction of θ that adds the same number to all logits, no probability
+# changes, so G is zero there. Adding λ to every curvature mends this, and makes the step shorter.
 
 
 @partial(jax.jit, static_argnames="logits")
@@ -128,20 +130,21 @@ def gauss_newton_matrix(logits, theta):
     """G, [P, P]."""
     J = jax.jacfwd(logits)(theta)  # [n, V, P]
     p = jax.nn.softmax(logits(theta))  # [n, V]
-    H = jax.vmap(jnp.diag)(p) - p[:, :, None] * p[:, None, :]  # [n, V, V]
+    p_pT = p[:, :, None] * p[:, None, :]
+    H = jax.vmap(jnp.diag)(p) - p_pT  # [n, V, V]
     return jnp.einsum("nap,nab,nbq->pq", J, H, J) / len(p)
 
 
 # ---- 3. The same step from products alone --------------------------------------------------------
 #
 # With a million parameters, G has 10¹² entries. But the product G δ = Jᵀ (H (J δ)) needs no matrix.
-# In place of J, JAX gives two functions, each about as cheap as the network itself:
+# In place of J, JAX gives two functions. Each costs no more than a few runs of the network:
 #
 #     the pushforward    δ -> J δ     how the logits change when θ changes by a small δ
 #     the pullback       u -> Jᵀ u    from an array like z, called a cotangent, back to parameters;
 #                                     from the residuals it makes the gradient of the loss
 #
-# Conjugate gradients solve C δ = -grad in a few steps, each of which needs one product with C.
+# The method of conjugate gradients solves C δ = -grad in steps that need one product with C each.
 
 
 def make_product(logits, theta):
@@ -163,15 +166,15 @@ def make_product(logits, theta):
 # ---- 4. The same step from gradients -------------------------------------------------------------
 #
 # The model's gradient is grad + C δ. Gradient steps on the model lead to the same δ, though slowly
-# where it curves little. gn.py works like this, with a better optimizer, Muon. Each of its steps
-# reads a small batch of its own, where each product of conjugate gradients must read all the data.
+# where the model curves little. gn.py works like this, with Muon in place of plain gradient steps.
+# Each of its steps reads only a part of the data; a conjugate gradient step must read all of it.
 
 
 # ---- 5. A line search ----------------------------------------------------------------------------
 #
-# The model is close to the loss only near θ_t. So try steps of several lengths, and keep the best.
+# The model is close to the loss only near θ_t. So try α δ for several α, and keep the best.
 
-ALPHAS = np.array([0, *2.0 ** np.arange(-8, 5)])  # 0 (refuse the step), 1/256, 1/128, .. 8, 16
+ALPHAS = np.array([0, *2.0 ** np.arange(-8, 5)])  # 0 (no step), 1/256, 1/128, .. 8, 16
 SHOWN = np.linspace(0, 1.2, 61)  # the α of the picture
 
 
@@ -188,14 +191,14 @@ def line_search(loss, theta, delta):
 
 # ---- 6. Gradient descent, Newton, Gauss-Newton ---------------------------------------------------
 #
-# Where the Hessian curves downwards in some direction, the place where Newton's model is flat is
-# no minimum of it, and the step there may lead uphill. Gauss-Newton's step cannot: its slope,
-# grad·δ = -grad·C⁻¹ grad, is negative, because C curves upwards in every direction.
+# A negative eigenvalue of the Hessian is a direction in which the loss curves downwards. If it is
+# below -λ, Newton's model has no minimum: Newton goes to a saddle or a maximum of it, and may even
+# go uphill. Gauss-Newton cannot: its slope, grad·δ = -grad·C⁻¹ grad, is always negative.
 
 
 @partial(jax.jit, static_argnames=("logits", "loss"))
 def steps(logits, loss, theta):
-    """{method: (C, δ, grad·δ)} at θ."""
+    """{method: (C, δ, slope grad·δ of the loss along δ)} at θ."""
     grad = jax.grad(loss)(theta)
     identity = jnp.eye(len(theta))
     newton = jax.hessian(loss)(theta) + DAMPING * identity
@@ -224,9 +227,9 @@ def train(logits, loss, theta, method):
 
 
 def errors_of_gn(config, params, batch):
-    """How far gn.value_and_grad is from m(δ), grad and G δ written down, each over its length."""
+    """How far gn.value_and_grad is from m(δ), grad and G δ written down, in proportion."""
     theta, as_params, logits, loss = flatten(config, params, batch)
-    delta = jnp.asarray(np.random.default_rng(1).normal(size=theta.shape) / 10)
+    delta = np.random.default_rng(1).normal(size=theta.shape) / 10
 
     @jax.jit
     def written_down():
@@ -236,13 +239,14 @@ def errors_of_gn(config, params, batch):
 
     @jax.jit
     def by_gn(delta):
-        _, m, slope = gn.value_and_grad(params, as_params(delta), batch, config)
-        return m, ravel_pytree(slope)[0]
+        _, m, m_grad = gn.value_and_grad(params, as_params(delta), batch, config)
+        return m, ravel_pytree(m_grad)[0]
 
     m, grad, G_delta = written_down()
-    _, slope_at_0 = by_gn(0 * delta)
-    m_by_gn, slope = by_gn(delta)
-    return distance(m_by_gn, m), distance(slope_at_0, grad), distance(slope - slope_at_0, G_delta)
+    _, grad_by_gn = by_gn(0 * delta)
+    m_by_gn, sum_by_gn = by_gn(delta)
+    G_delta_by_gn = sum_by_gn - grad_by_gn
+    return distance(m_by_gn, m), distance(grad_by_gn, grad), distance(G_delta_by_gn, G_delta)
 
 
 def distance(a, b):
@@ -256,8 +260,8 @@ def make_llama():
     network = model.Config(**sizes, n_layers=1, n_heads=2, n_kv_heads=2)
     rng = np.random.default_rng(0)
     shapes = jax.eval_shape(partial(model.init, network), jax.random.key(0))
-    params = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape) / 2), shapes)
-    tokens = jnp.asarray(rng.integers(0, network.vocab_size, (2, network.context + 1)))
+    params = jax.tree.map(lambda a: rng.normal(size=a.shape) / 2, shapes)
+    tokens = rng.integers(network.vocab_size, size=(2, network.context + 1))
     return gn.Config(network=network, inner_steps=1, outer_steps=1), params, tokens
 
 
@@ -266,65 +270,63 @@ def make_llama():
 
 def teach_one_step(logits, loss, theta):
     """Prints sections 1 to 5. Returns how far conjugate gradients and gradient steps end from δ."""
-    print(f"1. A network of {len(theta)} parameters. Its loss is {loss(theta):.4f};")
+    P = len(theta)
+    print(f"1. A network of {P} parameters. Its loss is {loss(theta):.4f};")
     print(f"   with equal probabilities for the 3 classes it would be log 3 = {np.log(3):.4f}.")
 
     curvatures = jnp.linalg.eigvalsh(gauss_newton_matrix(logits, theta))
+    zeros = jnp.sum(curvatures < 1e-12)
     _, delta, _ = steps(logits, loss, theta)["Gauss-Newton"]
-    P = len(theta)
-    print(f"\n2. G is {P} x {P}. Its eigenvalues are the curvatures of the model without λ:")
-    print(
-        f"   the largest is {curvatures[-1]:.4f}, and {sum(curvatures < 1e-12)} are zero but for rounding."
-    )
+    print(f"\n2. G is {P} x {P}. The largest of its eigenvalues is {curvatures[-1]:.4f};")
+    print(f"   {zeros} are zero but for rounding.")
     print(f"   With λ = {DAMPING}, the step δ has length {jnp.linalg.norm(delta):.4f}.")
 
     grad = jax.grad(loss)(theta)
     product = make_product(logits, theta)
     by_products, _ = jax.scipy.sparse.linalg.cg(product, -grad, tol=1e-14, maxiter=100)
-    of_cg = distance(by_products, delta)
-    print("\n3. Conjugate gradients reach this δ from pushforwards and pullbacks alone,")
-    print(f"   to within {of_cg:.0e} of its length.")
+    cg_distance = distance(by_products, delta)
+    print("\n3. Conjugate gradients find this δ from pushforwards and pullbacks alone,")
+    print(f"   to within {cg_distance:.0e} of its length.")
 
-    print("\n4. Gradient steps on the model reach it, too. The distance left, in lengths of δ:")
+    print("\n4. Gradient steps on the model approach it. The distance left, in lengths of δ:")
     lr = 1 / (curvatures[-1] + DAMPING)
     by_steps = jnp.zeros_like(delta)
-    of_steps = []
+    distances = []
     for step in range(1, 1001):
         by_steps -= lr * (grad + product(by_steps))
         if step in (1, 10, 100, 1000):
-            of_steps.append(distance(by_steps, delta))
-            print(f"   {of_steps[-1]:.0e} after step {step}")
+            distances.append(distance(by_steps, delta))
+            print(f"   {distances[-1]:.0e} after step {step}")
 
     alpha = line_search(loss, theta, delta)
     end = loss(theta + alpha * delta)
-    print(f"\n5. The line search takes α = {alpha:g}. The loss is now {end:.4f}.")
-    return of_cg, of_steps
+    print(f"\n5. The line search takes α = {alpha:g}. There the loss is {end:.4f}.")
+    return cg_distance, distances
 
 
 def teach_comparison(logits, loss, theta):
-    """Prints section 6. Returns {method: (slope, losses of SHOWN, values of m there, training)}."""
+    """Prints section 6. Returns {method: (slope, losses and values of m for SHOWN, training)}."""
     lowest = jnp.linalg.eigvalsh(jax.hessian(loss)(theta))[0]
-    print(
-        f"\n6. The smallest eigenvalue of the Hessian is {lowest:.4f}. The three steps, compared:"
-    )
-    print("                 slope      loss     α of the      loss after")
-    print("                 grad·δ   at θ_t+δ  line search  15 such steps")
+    print(f"\n6. The smallest eigenvalue of the Hessian is {lowest:.4f}. The three steps compared:")
+    print("                  slope     loss     α of the      loss after")
+    print("                 grad·δ  at θ_t+δ  line search  15 such steps")
     results = {}
-    found = steps(logits, loss, theta)
+    first = steps(logits, loss, theta)
     for method in LOOKS:
-        C, delta, slope = found[method]
+        C, delta, slope = first[method]
         curve = losses_along(loss, theta, delta, SHOWN)
-        parabola = curve[0] + slope * SHOWN + (delta @ C @ delta) / 2 * SHOWN**2
+        curvature = delta @ C @ delta
+        parabola = curve[0] + slope * SHOWN + curvature / 2 * SHOWN**2
         losses = train(logits, loss, theta, method)
         alpha = line_search(loss, theta, delta)
-        end = loss(theta + delta)
-        print(f"   {method:13}{slope:8.4f}{end:10.4f}{alpha:13g}{losses[-1]:15.4f}")
+        print(f"   {method:12}{slope:9.4f}{loss(theta + delta):10.4f}", end="")
+        print(f"{alpha:13g}{losses[-1]:15.4f}")
         results[method] = (slope, curve, parabola, losses)
     return results
 
 
 def count_uphill(logits, loss):
-    """{method: how many of its first steps lead uphill, from 100 random starts}."""
+    """{method: how many of its steps lead uphill, of one from each of 100 random θ_t}."""
     uphill = dict.fromkeys(LOOKS, 0)
     for seed in range(100):
         theta, _ = ravel_pytree(init(seed))
@@ -339,11 +341,12 @@ def draw(results):
     left, right = figure.subplots(1, 2)
     for method, (color, marker) in LOOKS.items():
         _, curve, parabola, losses = results[method]
-        left.plot(SHOWN, curve, color=color)
+        left.plot(SHOWN, curve, color=color, marker=marker, markevery=[50])  # at α = 1
         left.plot(SHOWN, parabola, "--", color=color)
         right.plot(losses, color=color, marker=marker, label=method)
     left.axvline(1, color="lightgrey", zorder=0)
-    left.set(title="Along the first step (dashed: the model)", xlabel="α", ylabel="loss at θ_t+αδ")
+    left.set(title="Along the first step (dashed: the model)")
+    left.set(xlabel="α", ylabel="loss at θ_t + α δ")
     right.set(title="Training", xlabel="steps, each with a line search", ylabel="loss", ylim=0)
     right.legend(frameon=False)
     for ax in (left, right):
@@ -358,12 +361,9 @@ def teach(out):
 
     comparison = teach_comparison(logits, loss, theta)
     uphill = count_uphill(logits, loss)
-    print(
-        "   A positive slope leads uphill. This θ_t was chosen for it: of the steps from 100 random"
-    )
-    print(
-        f"   θ_t, {uphill['Newton']} of Newton lead uphill, and {uphill['Gauss-Newton']} of Gauss-Newton."
-    )
+    newton, gauss_newton = uphill["Newton"], uphill["Gauss-Newton"]
+    print("   A positive slope leads uphill. We chose this θ_t to show it: of the steps from 100")
+    print(f"   random θ_t, {newton} of Newton and {gauss_newton} of Gauss-Newton lead uphill.")
     path = out / "tutorial.png"
     out.mkdir(parents=True, exist_ok=True)
     draw(comparison).savefig(path)
@@ -375,9 +375,16 @@ def teach(out):
     for name, (value, grad, G_delta) in errors.items():
         print(f"   {name:6} m(δ) {value:.0e}, grad {grad:.0e}, G δ {G_delta:.0e}")
 
-    print("\n8. For a network of your own, write the five functions of MLP; pass them as `model`.")
-    print('   Its parameters must be a dict, in which only the functions of the head read "head".')
-    print("   For another loss, pass an `objective` like gn.quadratic to gn.value_and_grad.")
+    print(
+        "\n8. For a network of your own, write the five functions of MLP, and give what holds them"
+    )
+    print(
+        "   to gn.Config as `model`. Its parameters must be a dict, in which only the functions of"
+    )
+    print(
+        '   the head read "head". Then gn.value_and_grad works; to train with gn.update, say also'
+    )
+    print("   in optimizers.py which of its parameters are matrices, and which of them Muon takes.")
     return one_step, comparison, uphill, errors
 
 
