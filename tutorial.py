@@ -37,14 +37,15 @@ LOOKS = {"gradient": ("black", "v"), "Newton": ("#D55E00", "D"), "Gauss-Newton":
 
 # ---- 1. A network and its data -------------------------------------------------------------------
 #
-# The network gives each class a score, its logit: z = tanh(x w + b) head. The probabilities of the
-# classes are p = softmax(z). The loss is cross-entropy: -log p[y], where y is the right class.
+# The network gives a point x of the plane a score for each class, called a logit. The three logits
+# are z = tanh(x w + b) head. The probabilities of the classes are p = softmax(z). The loss is
+# cross-entropy: -log p[y], where y is the right class.
 
 
 class MLP:
     """The network, as the five functions that gn.py asks for; the class is used like a module.
 
-    A batch is a pair: points [n, 2] and their classes, int32 [n]. `network` is for the sizes of the
+    A batch is a pair: points [n, 2] and their classes [n]. `network` is for the sizes of the
     network; here there are none to choose. The head is the last matrix, hidden is all before it.
     """
 
@@ -118,8 +119,8 @@ def flatten(config, params, batch):
 #
 #     G = mean over the points of Jᵀ H J,    H = ∂²loss/∂z² = diag(p) - p pᵀ
 #
-# H never curves downwards, so neither does G. The Hessian may: it is G and the curvature of each
-# logit, ∇²z, weighted by the logit's residual p - onehot(y), which says how wrong it is.
+# H never curves downwards, so neither does G. The Hessian may. It is G plus the curvature ∇²z of
+# the logits, each weighted by its residual p - onehot(y), which says how wrong that logit is.
 #
 # G has no inverse. Along a direction of θ that adds the same number to all logits, no probability
 # changes, so G is zero there. Adding λ to every curvature mends this, and makes the step shorter.
@@ -144,7 +145,7 @@ def gauss_newton_matrix(logits, theta):
 #     the pullback       u -> Jᵀ u    from an array like z, called a cotangent, back to parameters;
 #                                     from the residuals it makes the gradient of the loss
 #
-# The method of conjugate gradients solves C δ = -grad in steps that need one product with C each.
+# The method of conjugate gradients solves C δ = -grad in steps. Each needs one product with C.
 
 
 def make_product(logits, theta):
@@ -168,6 +169,16 @@ def make_product(logits, theta):
 # The model's gradient is grad + C δ. Gradient steps on the model lead to the same δ, though slowly
 # where the model curves little. gn.py works like this, with Muon in place of plain gradient steps.
 # Each of its steps reads only a part of the data; a conjugate gradient step must read all of it.
+
+
+def descend(product, grad, lr, steps):
+    """δ after each of so many gradient steps on the model, a list."""
+    deltas = []
+    delta = jnp.zeros_like(grad)
+    for _ in range(steps):
+        delta -= lr * (grad + product(delta))
+        deltas.append(delta)
+    return deltas
 
 
 # ---- 5. A line search ----------------------------------------------------------------------------
@@ -203,8 +214,9 @@ def steps(logits, loss, theta):
     identity = jnp.eye(len(theta))
     newton = jax.hessian(loss)(theta) + DAMPING * identity
     gauss_newton = gauss_newton_matrix(logits, theta) + DAMPING * identity
+    matrices = {"gradient": identity, "Newton": newton, "Gauss-Newton": gauss_newton}
     found = {}
-    for method, C in zip(LOOKS, (identity, newton, gauss_newton), strict=True):
+    for method, C in matrices.items():
         delta = -jnp.linalg.solve(C, grad)
         found[method] = (C, delta, grad @ delta)
     return found
@@ -289,14 +301,10 @@ def teach_one_step(logits, loss, theta):
     print(f"   to within {cg_distance:.0e} of its length.")
 
     print("\n4. Gradient steps on the model approach it. The distance left, in lengths of δ:")
-    lr = 1 / (curvatures[-1] + DAMPING)
-    by_steps = jnp.zeros_like(delta)
-    distances = []
-    for step in range(1, 1001):
-        by_steps -= lr * (grad + product(by_steps))
-        if step in (1, 10, 100, 1000):
-            distances.append(distance(by_steps, delta))
-            print(f"   {distances[-1]:.0e} after step {step}")
+    deltas = descend(product, grad, lr=1 / (curvatures[-1] + DAMPING), steps=1000)
+    distances = {step: distance(deltas[step - 1], delta) for step in (1, 10, 100, 1000)}
+    for step, left in distances.items():
+        print(f"   {left:.0e} after step {step}")
 
     alpha = line_search(loss, theta, delta)
     end = loss(theta + alpha * delta)

@@ -21,8 +21,8 @@ def test_conjugate_gradients_and_descent_reach_the_step(lesson):
     """The same δ three ways: by a solver, from products, and ever nearer by gradient steps."""
     (of_cg, of_steps), *_ = lesson[0]
     assert of_cg < 1e-12
-    assert of_steps == sorted(of_steps, reverse=True) and len(of_steps) == 4
-    assert of_steps[0] > 0.1 and of_steps[-1] < 1e-10
+    assert of_steps[1] > of_steps[10] > of_steps[100] > of_steps[1000]
+    assert of_steps[1] > 0.1 and of_steps[1000] < 1e-10
 
 
 def test_newton_fails_where_gauss_newton_does_not(lesson):
