@@ -1,19 +1,22 @@
-"""How fast is it here? `python bench.py --model tiny`: a row for each method's inner step, the optimizers' updates, a
-line search and whole outer steps.
+"""How fast is it here? `python bench.py --model tiny` prints a row for each step that training takes.
 
-Milliseconds are of one call, median (smallest, largest) over repetitions, of several calls where one is short. The
-share of the matmul rate is the products that the mathematics of the step asks for, a second, over the rate that one
-large product reaches on the same devices. Memory is what the compiler reserves: arguments, results and all between.
-`first` is the first call, compilation included, or its retrieval from disk.
+The rows are the inner step, the line search and a whole outer step of each method, the updates of
+the optimizers, and a forward pass. A row shows
+  ms        milliseconds of one call: the median, and the smallest and largest, over repetitions
+  tokens/s  tokens that a call reads, over the median
+  share     the rate of the matrix products that the mathematics asks for, over the rate of one large
+            product on the same devices
+  GiB       memory that the compiler reserves: arguments, results and all between
+  first, s  seconds of the first call, with its compilation or its retrieval from disk
 """
 
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +24,9 @@ import numpy as np
 
 import baselines
 import gn
-import gn_prox
-import layerwise_gn
 import model
 from runtime import checkpoint, flags, parallel
-
-METHODS = {  # module, objective, linearized
-    "gn": (gn, gn.quadratic, gn.linearized),
-    "gn_prox": (gn_prox, gn_prox.exact, gn.linearized),
-    "layerwise_gn": (layerwise_gn, gn.quadratic, layerwise_gn.linearized),
-}
-BASELINES = {cls.__name__.lower(): cls for cls in (baselines.AdamW, baselines.Muon, baselines.SOAP)}
+from train import METHODS
 
 
 @dataclass(frozen=True)
@@ -47,73 +42,163 @@ class Config:
     repeat: int = 10  # repetitions
     json: str = ""  # file for the same numbers as data
 
+    def check(self):
+        """Raises ValueError where a field has a bad value."""
+        flags.check_choice(self, "model", model.PRESETS)
+        flags.check_range(self, ["inner_batch", "vocab_size"], least=0)
+        flags.check_range(self, ["inner_steps", "repeat"], least=1)
+        if self.json and Path(self.json).exists():
+            raise ValueError(f"--json {self.json} exists")
+
+
+class Products(NamedTuple):
+    """Multiply-adds of a step per token: for each weight of the blocks and of the head, and attention.
+
+    A unit of attention is one of its two products, q kᵀ or p v, in the forward pass.
+    """
+
+    block: int
+    head: int
+    attention: int
+
+
+FORWARD = Products(1, 1, 2)
+BACKPROPAGATION = Products(3, 3, 7)  # forward, and two products back; q kᵀ is computed again
+GAUSS_NEWTON = Products(5, 5, 12)  # two more forward, for the change of the input and of the weight
+
+
+def layerwise_products(network):
+    """Products of layerwise Gauss-Newton: a forward pass, and each layer's stream through those above.
+
+    A block's own stream costs 4; on average L / 2 + 1 streams pass a block, each at 2.
+    """
+    L = network.n_layers
+    return Products(L + 6, 2 * L + 5, 7 + 5 * (L + 2))
+
 
 class Row(NamedTuple):
-    """One thing to measure: f(state, *args), which returns the next state, or something else to be thrown away."""
+    """One thing to measure: f(state, *args) returns the next state, or what is thrown away."""
 
     name: str
-    f: object  # compiled, or a function that calls what is
+    f: Any  # compiled, or a function that calls compiled ones
     args: tuple
-    start: object  # makes the first state
+    start: Any  # makes the first state
     tokens: int = 0  # that a call reads
-    products: tuple = (0, 0, 0)  # a weight of the blocks, of the head, and of attention's kind, for each token
+    products: Products = Products(0, 0, 0)
 
 
-def setup(config):
-    """The network, the mesh, and two inner batches on the devices. Raises ValueError for what is not valid."""
-    if config.model not in model.PRESETS:
-        raise ValueError(f"model is {config.model!r}; valid: {', '.join(model.PRESETS)}")
-    for name, least in (("inner_batch", 0), ("vocab_size", 0), ("inner_steps", 1), ("repeat", 1)):
-        if getattr(config, name) < least:
-            raise ValueError(f"{name} is {getattr(config, name)}; it must be at least {least}")
-    tiny, gpu = config.model == "tiny", jax.default_backend() == "gpu"
-    changes = {"vocab_size": config.vocab_size or (256 if tiny else 32_000)}
-    changes["dtype"] = config.dtype or ("bfloat16" if gpu else "float32")
-    network = model.Config(**vars(model.PRESETS[config.model]) | changes)
-    size = config.inner_batch or (8 if tiny else 32)
-    mesh, rng = parallel.mesh(size), np.random.default_rng(0)
-    draw = lambda: rng.integers(0, network.vocab_size, (size, network.context + 1)).astype(np.int32)
-    return network, mesh, [parallel.put(mesh, draw(), parallel.rows) for _ in range(2)]
+def set_up(config):
+    """The network, the mesh of devices, and two inner batches on them.
+
+    Raises ValueError for a bad setting.
+    """
+    config.check()
+    is_tiny = config.model == "tiny"
+    dtype = config.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
+    vocab_size = config.vocab_size or (256 if is_tiny else 32_000)
+    network = replace(model.PRESETS[config.model], vocab_size=vocab_size, dtype=dtype)
+    network.check()
+
+    size = config.inner_batch or (8 if is_tiny else 32)
+    mesh = parallel.mesh(size)
+    rng = np.random.default_rng(0)
+    batches = []
+    for _ in range(2):
+        tokens = rng.integers(0, network.vocab_size, (size, network.context + 1))
+        batches.append(parallel.put(mesh, tokens.astype(np.int32), parallel.rows))
+    return network, mesh, batches
+
+
+# ---- the rows ------------------------------------------------------------------------------------
 
 
 def rows(config, network, mesh, batches):
-    """Every row. The first state is random parameters; θ is moved a little from them, so that there is a δ."""
-    L, N, tokens = network.n_layers, config.inner_steps, batches[0][:, 1:].size
-    draw = lambda: parallel.put(mesh, jax.jit(partial(model.init, network))(jax.random.key(0)))
-    first = lambda method, settings: parallel.jit(method.init, static_argnums=1)(draw(), settings)
-    batch, forward = lambda k: batches[k % 2], jax.jit(lambda p, t: gn.losses(p, p, jnp.ones(1), t, network))
-    yield Row("forward, one line-search evaluation", forward, batches[:1], draw, tokens, (1, 1, 2))
-    for name, cls in BASELINES.items():
-        settings = cls(network, 1, 100)
-        made = partial(first, baselines, settings)
-        if cls is baselines.AdamW:
-            args = batches[0], cls(network, N, 100)
-            yield Row("gradient, added up", baselines.accumulate, args, made, tokens, (3, 3, 7))
-        yield Row(f"{name}: optimizer update", baselines.finish, (settings,), made)
-        whole = lambda *args: baselines.update(*args)[0]
-        yield Row(f"{name}: whole step, 1 inner batch", whole, (batch, None, settings), made, tokens, (3, 3, 7))
-    full, layerwise = (5, 5, 12), (L + 6, 2 * L + 5, 7 + 5 * (L + 2))
-    for name, (method, objective, linearized) in METHODS.items():
-        settings = method.Config(network, N, 100)
-        made = lambda method=method, settings=settings: moved(first(method, settings))
-        args, products = (batches[0], settings, objective, linearized), layerwise if method is layerwise_gn else full
-        yield Row(f"{name}: inner step", gn.inner_step, args, made, tokens, products)
-        if settings.line_search:
-            search = lambda state, *args: gn.line_search(state.params, state.theta, *args)
-            count = settings.line_search + settings.guard
-            title = f"{name}: line search, {N} inner batches x {count}"
-            yield Row(title, search, (batch, settings), made, N * tokens, (count, count, 2 * count))
-        outer = lambda *args, update=method.update: update(*args)[0]
-        yield Row(f"{name}: outer step, {N} inner steps", outer, (batch, batch, settings), made, N * tokens)
+    """Every row, in the order of METHODS, after a forward pass."""
+
+    def params():
+        """Random parameters on the devices."""
+        make = jax.jit(partial(model.init, network))
+        return parallel.put(mesh, make(jax.random.key(0)))
+
+    yield forward_row(network, params, batches[0])
+    for name, method in METHODS.items():
+        settings = method.Config(network, config.inner_steps, 100)
+        start = partial(first_state, method.module, settings, params)
+        if isinstance(settings, baselines.Config):
+            yield from baseline_rows(name, settings, start, batches)
+        elif isinstance(settings, gn.Config):
+            yield from gauss_newton_rows(name, method.module, settings, start, batches)
 
 
-def moved(state):
-    """The state with an inner iterate that is not θ_t."""
-    return state._replace(theta=jax.tree.map(lambda a: 1.001 * a, state.theta))
+def first_state(module, settings, params):
+    """A method's first state. An inner iterate θ is moved a little, so that there is a change δ."""
+    state = parallel.jit(module.init, static_argnums=1)(params(), settings)
+    if hasattr(state, "theta"):
+        theta = jax.tree.map(lambda a: 1.001 * a, state.theta)
+        state = state._replace(theta=theta)
+    return state
+
+
+def forward_row(network, params, tokens):
+    """One evaluation of the loss, as the line search and the evaluation take."""
+    mean_loss = jax.jit(parallel.mean(partial(model.loss, network)))
+    name = "forward, one line-search evaluation"
+    return Row(name, mean_loss, (tokens,), params, tokens[:, 1:].size, FORWARD)
+
+
+def baseline_rows(name, settings, start, batches):
+    """The gradient (once, since all baselines have the same), the update, and a whole step."""
+    tokens = batches[0][:, 1:].size
+    one = replace(settings, inner_steps=1)
+
+    def whole(state, batch):
+        state, _ = baselines.update(state, lambda k: batch, None, one)
+        return state
+
+    if name == "adamw":
+        args = (batches[0], settings)
+        gradient = baselines.accumulate
+        yield Row("gradient, added up", gradient, args, start, tokens, BACKPROPAGATION)
+    yield Row(f"{name}: optimizer update", baselines.finish, (one,), start)
+    title = f"{name}: whole step, 1 inner batch"
+    yield Row(title, whole, (batches[0],), start, tokens, BACKPROPAGATION)
+
+
+def gauss_newton_rows(name, module, settings, start, batches):
+    """The inner step, the line search if there is one, and the outer step."""
+    N = settings.inner_steps
+    tokens = batches[0][:, 1:].size
+
+    def batch(k):
+        return batches[k % 2]
+
+    def search(state):
+        return gn.line_search(state.params, state.theta, batch, settings)
+
+    def outer(state):
+        state, _ = module.update(state, batch, batch, settings)
+        return state
+
+    products = GAUSS_NEWTON
+    if name == "layerwise_gn":
+        products = layerwise_products(settings.network)
+    args = (batches[0], settings, module.value_and_grad)
+    yield Row(f"{name}: inner step", gn.inner_step, args, start, tokens, products)
+    if settings.line_search:
+        n = settings.line_search + settings.guard  # step sizes, θ_t among them
+        title = f"{name}: line search, {N} inner batches x {n}"
+        yield Row(title, search, (), start, N * tokens, Products(n, n, 2 * n))
+    yield Row(f"{name}: outer step, {N} inner steps", outer, (), start, N * tokens)
+
+
+# ---- the clock -----------------------------------------------------------------------------------
 
 
 def seconds(repeat, step, state):
-    """Seconds a call of step, state -> (state, anything): one number a repetition, each of about 0.2 s."""
+    """Seconds of one call of step, state -> (state, anything): a number for each repetition.
+
+    A repetition is as many calls as take about 0.2 s.
+    """
     state, _ = jax.block_until_ready(step(state))
     start = time.perf_counter()
     state, _ = jax.block_until_ready(step(state))
@@ -129,80 +214,127 @@ def seconds(repeat, step, state):
 
 
 def matmul_rate(dtype, devices):
-    """Multiplications and additions a second of a large square product, on all devices."""
+    """Multiplications and additions per second of one large square product, on all devices."""
     n = 8192 if jax.default_backend() == "gpu" else 2048
     a = jax.random.normal(jax.random.key(0), (n, n), dtype)
-    times = seconds(10, jax.jit(lambda a: (a @ a / n**0.5, 0)), a)
+    multiply = jax.jit(lambda a: (a @ a / n**0.5, 0))
+    times = seconds(10, multiply, a)
     return 2 * n**3 * devices / np.median(times)
 
 
 def operations(network, row):
-    """Multiplications and additions of a step's products, those that its mathematics asks for."""
+    """Multiplications and additions that the mathematics of a row asks for."""
     D, L, T = network.d_model, network.n_layers, network.context
-    matrices = jax.eval_shape(partial(model.init, network), jax.random.key(0))["blocks"]
-    weights = (sum(a.size for k, a in matrices.items() if k in model.MATRICES), D * network.vocab_size, L * T / 2 * D)
+    params = jax.eval_shape(partial(model.init, network), jax.random.key(0))
+    matrices = [a.size for name, a in params["blocks"].items() if name in model.MATRICES]
+    attention = L * T / 2 * D  # causal: half of the scores
+    weights = (sum(matrices), D * network.vocab_size, attention)
     return 2 * row.tokens * np.dot(row.products, weights)
+
+
+def peak_gib(f, *args):
+    """GiB that the compiler reserves for f, or None where f is no compiled function."""
+    if not hasattr(f, "lower"):
+        return None
+    memory = f.lower(*args).compile().memory_analysis()
+    arguments = memory.argument_size_in_bytes - memory.alias_size_in_bytes
+    return (arguments + memory.output_size_in_bytes + memory.temp_size_in_bytes) / 2**30
 
 
 def measure(config, network, rate, row):
     """The numbers of a row."""
-    state, peak, start = jax.block_until_ready(row.start()), None, time.perf_counter()
-    if hasattr(row.f, "lower"):
-        memory = row.f.lower(state, *row.args).compile().memory_analysis()
-        kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-        peak = (kept + memory.temp_size_in_bytes) / 2**30
+    state = jax.block_until_ready(row.start())
+    start = time.perf_counter()
+    peak = peak_gib(row.f, state, *row.args)
 
     def step(state):
         out = row.f(state, *row.args)
-        return (out if type(out) is type(state) else state), out
+        is_next_state = type(out) is type(state)
+        return (out if is_next_state else state), out
 
     state, _ = jax.block_until_ready(step(state))
-    first, times = time.perf_counter() - start, seconds(config.repeat, step, state)
-    ms = {name: float(1e3 * f(times)) for name, f in (("median", np.median), ("min", np.min), ("max", np.max))}
-    speed = row.tokens / np.median(times) or None
-    share = operations(network, row) / np.median(times) / rate or None
-    return {"name": row.name, "ms": ms, "tokens_per_s": speed, "share": share, "peak_gib": peak, "first_s": first}
+    first = time.perf_counter() - start
+    times = seconds(config.repeat, step, state)
+    median = np.median(times)
+    return {
+        "name": row.name,
+        "ms": {
+            "median": float(1e3 * median),
+            "min": float(1e3 * times.min()),
+            "max": float(1e3 * times.max()),
+        },
+        "tokens_per_s": row.tokens / median or None,
+        "share": operations(network, row) / median / rate or None,
+        "peak_gib": peak,
+        "first_s": first,
+    }
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+HEADER = (
+    f"{'':44} {'ms':>9} ({'min':>8} {'max':>8})"
+    f" {'tokens/s':>11} {'share':>6} {'GiB':>7} {'first, s':>8}"
+)
 
 
 def line(result):
     """A row of the table."""
-    show = lambda value, form: "-" if value is None else format(value, form)
+
+    def show(value, form):
+        return "-" if value is None else format(value, form)
+
     ms = result["ms"]
-    text = f"{result['name']:44} {ms['median']:9.2f} ({ms['min']:8.2f} {ms['max']:8.2f})"
-    text += f" {show(result['tokens_per_s'], ',.0f'):>11} {show(result['share'], '.0%'):>6}"
-    return text + f" {show(result['peak_gib'], '.2f'):>7} {result['first_s']:8.1f}"
+    tokens = show(result["tokens_per_s"], ",.0f")
+    share = show(result["share"], ".0%")
+    peak = show(result["peak_gib"], ".2f")
+    return (
+        f"{result['name']:44} {ms['median']:9.2f} ({ms['min']:8.2f} {ms['max']:8.2f})"
+        f" {tokens:>11} {share:>6} {peak:>7} {result['first_s']:8.1f}"
+    )
+
+
+def run(config):
+    """Measures and prints the rows that are asked for. Raises ValueError for a bad setting."""
+    network, mesh, batches = set_up(config)
+    words = [word for word in config.rows.split(",") if word] or [""]
+    device = jax.devices()[0].device_kind
+    rate = matmul_rate(network.dtype, mesh.size)
+    size = f"inner batches of {len(batches[0])} x {network.context}"
+    print(f"{config.model}, {network.dtype}, {size}, {mesh.size} x {device}, ", end="")
+    print(f"jax {jax.__version__}; one large product: {rate / 1e12:.1f} TFLOP/s\n{HEADER}")
+
+    results = []
+    with jax.set_mesh(mesh):
+        for row in rows(config, network, mesh, batches):
+            if any(word in row.name for word in words):
+                results.append(measure(config, network, rate, row))
+                print(line(results[-1]), flush=True)
+    if not results:
+        raise ValueError(f"no row holds {' or '.join(words)}")
+
+    if config.json:
+        about = {
+            "device": device,
+            "devices": mesh.size,
+            "jax": jax.__version__,
+            "commit": checkpoint.commit(),
+            "matmul_rate": rate,
+        }
+        text = json.dumps({**vars(config), **about, "rows": results}, indent=1)
+        checkpoint.write_file(config.json, lambda f: f.write(text.encode()))
 
 
 def main(argv=None):
     """Runs the command line. Status 0, or 2 with one line said of bad input."""
+    words = sys.argv[1:] if argv is None else argv
     try:
         parallel.start()
         fields = flags.fields_of(Config)
-        given = flags.parse(sys.argv[1:] if argv is None else argv, fields, vars(Config()), __doc__)
-        config = Config(**given)
-        if config.json and Path(config.json).exists():
-            raise ValueError(f"--json {config.json} exists")
-        network, mesh, batches = setup(config)
+        run(Config(**flags.parse(words, fields, vars(Config()), __doc__)))
     except ValueError as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2
-    rate, device = matmul_rate(network.dtype, mesh.size), jax.devices()[0].device_kind
-    about = f"{config.model}, {network.dtype}, inner batches of {len(batches[0])} x {network.context}, {mesh.size} x "
-    print(f"{about}{device}, jax {jax.__version__}; one large product: {rate / 1e12:.1f} TFLOP/s")
-    print(f"{'':44} {'ms':>9} ({'min':>8} {'max':>8}) {'tokens/s':>11} {'share':>6} {'GiB':>7} {'first, s':>8}")
-    results, words = [], [word for word in config.rows.split(",") if word]
-    with jax.set_mesh(mesh):
-        for row in rows(config, network, mesh, batches):
-            if not words or any(word in row.name for word in words):
-                results.append(measure(config, network, rate, row))
-                print(line(results[-1]), flush=True)
-    if not results:
-        print(f"bench.py: no row holds {' or '.join(words)}", file=sys.stderr)
-        return 2
-    if config.json:
-        about = {"device": device, "devices": mesh.size, "jax": jax.__version__, "commit": checkpoint.commit()}
-        text = json.dumps({**vars(config), **about, "matmul_rate": rate, "rows": results}, indent=1)
-        checkpoint.write_file(config.json, lambda f: f.write(text.encode()))
     return 0
 
 
