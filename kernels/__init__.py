@@ -2,21 +2,20 @@
 
 Nobody has to read this folder to understand the methods. A kernel takes the arguments of the plain
 function and computes the same; `tests/kernels` holds the two against each other. What is gained is
-memory traffic: plain operations write large arrays between them and read them again, a kernel does
+memory traffic: plain operations write large arrays between them and read them again. A kernel does
 not.
 
-A kernel is written in Pallas, JAX's language for kernels; Triton compiles it for the GPU. Its
-words:
+A kernel is written in Pallas, JAX's language for kernels. Triton compiles it for the GPU. Words:
 
-    program     one run of the kernel's function; a GPU runs hundreds of them at the same time grid
-    how many programs there are, by axes; `pl.program_id(axis)` says which one this is reference
-    an argument of the kernel: an array in memory; indexing reads it, or writes to it BlockSpec
-    which block of an array a program's reference shows; None: an axis of which the program
-                sees one index, and which its reference does not have
+    program     one run of the kernel's function; a GPU runs hundreds of them at the same time
+    grid        how many programs there are, by axes; `pl.program_id(axis)` says which one this is
+    reference   an argument of the kernel: an array in memory; indexing reads it or writes to it
+    BlockSpec   which block of an array a program's reference shows; None stands for an axis of
+                which the program sees one index, and which its reference does not have
     tile        what a program holds in registers at a time; its sides are powers of two, and a mask
                 says which of its entries lie inside the array
 
-Read in this order: cross_entropy.py, mlp.py, derivative.py, attention.py, heads.py.
+Read in this order: cross_entropy.py, derivative.py, mlp.py, attention.py, heads.py.
 """
 
 from functools import wraps

@@ -60,14 +60,14 @@ def loss_and_gradient_kernel(network, z, y):
 
 
 def quadratic_kernel(z, v, y):
-    """gn.quadratic on a GPU, of float32 logits. g + H v has the dtype of v, and lies where v lay."""
+    """gn.quadratic on a GPU, of float32 logits. g + H v has the dtype and the memory of v."""
     if not suits(z.dtype, jnp.float32):
         return NotImplemented
     return quadratic_of_change(z, v, y)
 
 
 def exact_kernel(z, v, y):
-    """gn_prox.exact on a GPU, of float32 logits. ∇ℓ(z + v) has the dtype of v, and lies where v lay."""
+    """gn_prox.exact on a GPU, of float32 logits. ∇ℓ(z + v) has the dtype and the memory of v."""
     if not suits(z.dtype, jnp.float32):
         return NotImplemented
     return exact_of_change(z, v, y)
@@ -155,10 +155,19 @@ def columns(j):
     return j * TILE + jnp.arange(TILE)
 
 
+def inside(row, j):
+    """A mask of tile j, [TILE]: which columns the row has."""
+    return columns(j) < row.shape[0]
+
+
+def place(row, j):
+    """Tile j in memory."""
+    return row.at[pl.ds(j * TILE, TILE)]
+
+
 def read(row, j, beyond):
     """Tile j of a row, [TILE]; what lies beyond the row is `beyond`."""
-    inside = columns(j) < row.shape[0]
-    return triton.load(row.at[pl.ds(j * TILE, TILE)], mask=inside, other=beyond)
+    return triton.load(place(row, j), mask=inside(row, j), other=beyond)
 
 
 def no_sums(row, n):
@@ -205,9 +214,8 @@ def write_less_one(row, label, values):
     def write(i, _):
         j = n - 1 - i  # backwards: what was read last may still be in the cache
         one = jnp.where(columns(j) == label, 1.0, 0.0)
-        u = values(j) - one
-        inside = columns(j) < row.shape[0]
-        triton.store(row.at[pl.ds(j * TILE, TILE)], u.astype(row.dtype), mask=inside)
+        u = (values(j) - one).astype(row.dtype)
+        triton.store(place(row, j), u, mask=inside(row, j))
 
     jax.lax.fori_loop(0, n, write, None)
 
@@ -267,7 +275,7 @@ def for_rows_and_changes(kernel, z, v, y):
 
 
 def for_a_change(kernel):
-    """The function of z [c, V], one change v [c, V] and y [c]; jax.vmap over v makes one call of it.
+    """The kernel as a function of z [c, V], one change v [c, V] and y [c]; of a stack by jax.vmap.
 
     Without this, Pallas would add an axis to the grid by itself. Its programs would go through all
     rows for the first change, then through all rows for the second: z would come from memory each

@@ -15,8 +15,8 @@ def with_derivative(f, prepare, push, pull):
     """The function f of arrays x, with this derivative:
 
         out, residuals = prepare(*x)    what f returns, and a tree of arrays for the next two
-        push(residuals, *dx)            the pushforward: the change of `out` with the changes of all
-        x pull(residuals, u)              the pullback, its transpose: a tuple, one array for each x
+        push(residuals, *dx)            the pushforward: the change of `out` with changes dx of x
+        pull(residuals, u)              the pullback, its transpose: a tuple, one array for each x
 
     jax.jvp and jax.linearize use push, jax.vjp and jax.linear_transpose use pull. The transpose of
     pull is push again. There is no derivative of a derivative, and no jax.vmap of one.

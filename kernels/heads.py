@@ -47,9 +47,15 @@ def queries_keys_values_kernel(network, p, x):
     if network.qk_norm:
         norms = [p["q_scale"], p["q_bias"], p["k_scale"], p["k_bias"]]
     n_heads = (network.n_heads, network.n_kv_heads, network.n_kv_heads)
-    in_halves = [a.reshape(*a.shape[:-1], -1, 2, K // 2) for a in (joint, *norms)]
-    q, k, v = split_heads(n_heads, *in_halves)
-    return q.reshape(B, T, -1, K), k.reshape(B, T, -1, K), v.reshape(B, T, -1, K)
+    norms = [in_halves(a, K) for a in norms]
+    q, k, v = split_heads(n_heads, in_halves(joint, K), *norms)
+    heads = (B, T, -1, K)
+    return q.reshape(heads), k.reshape(heads), v.reshape(heads)
+
+
+def in_halves(a, K):
+    """[.., heads K] as [.., heads, 2, K/2]."""
+    return a.reshape(*a.shape[:-1], -1, 2, K // 2)
 
 
 def split_heads(n_heads, joint, *norms):
@@ -68,8 +74,8 @@ def split_heads(n_heads, joint, *norms):
 
     def push(inputs, d_joint, *d_norms):
         joint, *norms = inputs
-        both = by_kind(norms, d_norms)
-        changes, _ = launch(change_of_row, n_heads, [joint, d_joint], [], both)
+        all_norms = by_kind(norms, d_norms)
+        changes, _ = launch(change_of_row, n_heads, [joint, d_joint], [], all_norms)
         return changes
 
     def pull(inputs, u):
@@ -117,7 +123,7 @@ def norm_and_rotate(turn, size, inside, x, scale_and_bias):
         x = [(a - mean) * inside for a in x]
         variance = total([a * a for a in x]) / size
         over_std = jax.lax.rsqrt(variance + 1e-6)
-        x = [x[half] * over_std * scale[half] + bias[half] for half in (0, 1)]
+        x = [a * over_std * s + b for a, s, b in zip(x, scale, bias, strict=True)]
     a, b = x
     cos, sin = turn
     return [a * cos - b * sin, a * sin + b * cos]
@@ -147,7 +153,7 @@ def change_of_row(f, rows, norms):
 
 
 def cotangent_of_row(f, rows, norms):
-    """The pullback of f at a row x and norms, of the cotangent u; those of the norms are summed up."""
+    """The pullback of f at a row x and norms, of u; the norms' cotangents are to be summed up."""
     x, u = rows
     _, pull = jax.vjp(f, x, norms)
     x_bar, norms_bar = pull(u)
@@ -173,37 +179,29 @@ def launch(of_row, n_heads, joint, separate, norms):
     tall = [pl.next_power_of_2(n) for n in n_heads]
     grid = (pl.cdiv(T, rows), B)
 
-    angle = pl.BlockSpec((rows, broad), lambda i, b: (i, 0))
+    angle_block = pl.BlockSpec((rows, broad), lambda i, b: (i, 0))
     joint_block = block_of_rows(rows, sum(tall), broad)
     blocks = [block_of_rows(rows, n, broad) for n in tall]
-    norm_blocks = []
-    for n, arrays in zip(tall, norms, strict=True):
-        norm_blocks.append([block_of_norm(n, broad)] * len(arrays))
-
     if separate:
         made = [jax.ShapeDtypeStruct((B, T, n_joint, 2, half), joint[0].dtype)]
         made_blocks = [joint_block]
+        summed = norms
     else:
         made = [jax.ShapeDtypeStruct((B, T, n, 2, half), joint[0].dtype) for n in n_heads]
         made_blocks = blocks
-    sums = [[], [], []]
-    sum_blocks = [[], [], []]
-    if separate:
-        for kind, arrays in enumerate(norms):
-            like_sum = jax.ShapeDtypeStruct((*grid, n_heads[kind], 2, half), dtype)
-            sums[kind] = [like_sum] * len(arrays)
-            sum_blocks[kind] = [block_of_sum(tall[kind], broad)] * len(arrays)
+        summed = [[], [], []]
+    sums = jax.tree.map(lambda a: jax.ShapeDtypeStruct((*grid, *a.shape), dtype), summed)
 
     return pl.pallas_call(
         partial(positions, of_row, n_heads, T, half),
         grid=grid,
         in_specs=[
-            [angle, angle],
+            [angle_block, angle_block],
             [joint_block] * len(joint),
             blocks[: len(separate)],
-            norm_blocks,
+            jax.tree.map(block_of_norm, norms),
         ],
-        out_specs=(made_blocks, sum_blocks),
+        out_specs=(made_blocks, jax.tree.map(block_of_sum, summed)),
         out_shape=(made, sums),
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=2),
         interpret=kernels.INTERPRET,
@@ -216,14 +214,18 @@ def block_of_rows(rows, heads, broad):
     return pl.BlockSpec((None, rows, heads, 2, broad), lambda i, b: (b, i, 0, 0, 0))
 
 
-def block_of_norm(heads, broad):
-    """A scale or a bias, whole."""
-    return pl.BlockSpec((heads, 2, broad), lambda i, b: (0, 0, 0))
+def block_of_norm(a):
+    """A scale or a bias [heads, 2, K/2], whole."""
+    tall = pl.next_power_of_2(a.shape[0])
+    broad = pl.next_power_of_2(a.shape[2])
+    return pl.BlockSpec((tall, 2, broad), lambda i, b: (0, 0, 0))
 
 
-def block_of_sum(heads, broad):
-    """A program's own sum."""
-    return pl.BlockSpec((None, None, heads, 2, broad), lambda i, b: (i, b, 0, 0, 0))
+def block_of_sum(a):
+    """A program's own sum of arrays like a."""
+    tall = pl.next_power_of_2(a.shape[0])
+    broad = pl.next_power_of_2(a.shape[2])
+    return pl.BlockSpec((None, None, tall, 2, broad), lambda i, b: (i, b, 0, 0, 0))
 
 
 # ---- the kernel ----------------------------------------------------------------------------------
@@ -252,7 +254,9 @@ class Heads(NamedTuple):
     def place(self, side, *row):
         """Where the first (side 0) or second halves of a row lie: [heads, 1, K/2]."""
         tall, _ = self.tile
-        return self.ref.at[*row, pl.ds(self.first, tall), pl.ds(side, 1), :]
+        heads = pl.ds(self.first, tall)
+        half = pl.ds(side, 1)
+        return self.ref.at[*row, heads, half, :]
 
     def load(self, *row):
         """A row, as a pair; no row is named where the reference has none."""

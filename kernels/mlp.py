@@ -40,24 +40,22 @@ def recomputed_in_pullback(f):
     """f(*x), one array, whose pullback computes from x again all that it needs.
 
     For a pullback this is what jax.checkpoint does: nothing but x waits for it in memory. A
-    pushforward mostly comes at once, while what it needs is still there, so it computes nothing
-    again.
+    pushforward comes at once, while what it needs is still there, so it computes nothing again.
     """
 
     def prepare(*x):
-        out, push = jax.linearize(f, *x)
-        return out, (x, push)
+        out, f_push = jax.linearize(f, *x)
+        return out, (x, f_push)
 
     def push(residuals, *dx):
-        _, push = residuals
-        return push(*dx)
+        _, f_push = residuals
+        return f_push(*dx)
 
     def pull(residuals, u):
         x, _ = residuals
-        x = jax.lax.optimization_barrier(
-            x
-        )  # or the compiler would keep what it has computed before
-        _, pull = jax.vjp(f, *x)
-        return pull(u)
+        # Without the barrier the compiler would see that it has computed all this, and keep it.
+        x = jax.lax.optimization_barrier(x)
+        _, f_pull = jax.vjp(f, *x)
+        return f_pull(u)
 
     return with_derivative(f, prepare, push, pull)

@@ -1,4 +1,4 @@
-"""What the tests of this folder share: kernels on a CPU in float64, and all of a function's derivatives."""
+"""What the tests of this folder share: kernels on a CPU in float64, and derivatives."""
 
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +13,7 @@ import kernels
 
 @contextmanager
 def interpreted():
-    """Kernels run here in the place of their functions, step by step as plain operations; in float64.
+    """Kernels take the place of their functions, step by step as plain operations, in float64.
 
     Pallas' masked store wants all its indices in one integer type. Constants are int64 here, so the
     numbers of programs must be too.

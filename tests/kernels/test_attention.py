@@ -68,7 +68,7 @@ def test_the_pushforward_is_exact_even_if_the_log_sum_exp_is_not(size, error):
 
 @pytest.mark.parametrize("size", [SIZES[1], SIZES[-1]], ids=str)
 def test_no_position_reads_a_later_one(size):
-    """A change of later keys and values changes nothing, exactly; their cotangents are zero, exactly."""
+    """A change of later keys and values changes nothing; their cotangents are 0; both exactly."""
     x = random_inputs(size)
     dx = random_inputs(size, 1)
     u = random_inputs(size, 2)[0]

@@ -36,7 +36,7 @@ SCALES = [0.1, 3.0, 1e4]  # of logits, and of their changes
 
 @st.composite
 def problems(draw):
-    """Logits [c, V], changes of them [S, c, V], and labels [c], first and last columns among them."""
+    """Logits [c, V], changes of them [S, c, V], and labels [c], also in the end columns."""
     S, c, V = draw(st.sampled_from(SHAPES))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     labels = st.sampled_from([0, V - 1, V // 2])

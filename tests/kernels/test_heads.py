@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interpreted import check_derivatives, derivatives, interpreted, random_like
+from interpreted import check_derivatives, interpreted
 
 import kernels
 import model
@@ -54,20 +54,11 @@ def test_the_kernel_computes_in_float32_and_rounds_once(qk_norm):
     """In bfloat16 it gives what the plain function gives, to a neighbour's distance of bfloat16."""
     network = network_of(SIZES[1], qk_norm=qk_norm, dtype="bfloat16")
     x = jax.tree.map(jnp.float32, random_inputs(network))
-    dx = jax.tree.map(jnp.float32, random_inputs(network, 1))
-    u = jax.eval_shape(partial(plain, network), *x)
-    u = random_like(np.random.default_rng(2), u)
-    got = derivatives(partial(heads.queries_keys_values_kernel, network), x, dx, u)
-    expected = derivatives(partial(plain, network), x, dx, u)
-    for a, b in zip(got["value"][0], expected["value"][0], strict=True):
+    got = jax.jit(partial(heads.queries_keys_values_kernel, network))(*x)
+    expected = jax.jit(partial(plain, network))(*x)
+    for a, b in zip(got, expected, strict=True):
         assert a.dtype == b.dtype == jnp.bfloat16
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        np.testing.assert_allclose(a, b, rtol=2.0**-7, atol=1e-5)
-    for name in ("pushforward", "pullback"):
-        for a, b in zip(*map(jax.tree.leaves, (got[name], expected[name])), strict=True):
-            assert a.dtype == b.dtype
-            a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-            assert np.linalg.norm(a - b) < 0.015 * np.linalg.norm(b)
+        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2.0**-7, atol=1e-5)
 
 
 def test_the_kernel_takes_bfloat16(monkeypatch):

@@ -1,4 +1,4 @@
-"""The MLP that computes again in its pullback, and the derivative written by hand that it stands on."""
+"""The MLP that computes again in its pullback, and the derivative by hand that it stands on."""
 
 from functools import partial
 
@@ -45,7 +45,7 @@ def test_the_kernel_takes_bfloat16(monkeypatch):
 
 
 def test_only_the_pullback_computes_again():
-    """How often a sine stands in a program; a barrier keeps the compiler from taking two for one."""
+    """How often a sine is in a program; a barrier keeps the compiler from taking two for one."""
     x = rng.normal(size=4)
     f = mlp.recomputed_in_pullback(lambda x: jnp.exp(jnp.sin(x)))
 
@@ -111,7 +111,7 @@ def test_a_derivative_by_hand_in_one_argument_alone(i):
 
 
 def test_the_given_directions_are_the_ones_used():
-    """A pullback ten times too large comes out so, and transposed twice it is the pushforward again."""
+    """A pullback ten times too large comes out so; its transpose is the pushforward again."""
 
     def large(residuals, u):
         return tuple(10 * bar for bar in pull(residuals, u))
