@@ -4,9 +4,9 @@ For each head, where q, k and v are [T, K] and o is the value:
 
     s = q kᵀ / √K,   s[i, j] = -∞ for j > i;     p = softmax(s);     o = p v
 
-Plain operations write s, p and their changes to memory, [B, heads, T, T]. Here none of them is
-written. The value and the pullback are cuDNN's, NVIDIA's library, which has no pushforward. That is
-a kernel:
+Plain operations write s, p and their changes to memory, [B, heads, T, T]. Here none is written. The
+value and the pullback come from cuDNN, NVIDIA's library, which has no pushforward. So that is a
+kernel:
 
     ds = (dq kᵀ + q dkᵀ) / √K
     do = (p ∘ ds) v + p dv - r ∘ o,     r = Σ_j (p ∘ ds), a number for each row
@@ -69,7 +69,8 @@ def pull(residuals, u):
 def value_and_lse(q, k, v):
     """The value, and the log-sum-exp of each row of scores, [B, T, n_heads], by cuDNN.
 
-    cuDNN wants T and K to be multiples of 8: zeros behind them change nothing.
+    cuDNN wants T and K to be multiples of 8: zeros behind them change nothing. In tests on a CPU
+    JAX's plain operations stand in for it.
     """
     T, K = q.shape[1], q.shape[3]
     padding = [(0, 0), (0, -T % 8), (0, 0), (0, -K % 8)]

@@ -7,9 +7,9 @@ For one token: z [V] its logits, y its label, v [V] a change of z, and p = softm
     H v = p ∘ (v - p·v)           its curvature times v
 
 Logits are the largest arrays of a step, so time is how often they are read. Plain operations read z
-and v about four times to make ℓ, g·v, ½ v·Hv and g + H v. A kernel reads them twice: a program
-first adds up a row, tile by tile (Σ e^z, Σ e^z v, Σ e^z v²), then goes over it again and writes g +
-H v.
+and v about four times to make ℓ, g·v, ½ v·Hv and g + H v. A kernel reads them twice. A program
+first adds up a row, tile by tile: Σ e^z, Σ e^z v and Σ e^z v². Then it goes over the row again and
+writes g + H v.
 """
 
 import jax
@@ -277,9 +277,8 @@ def for_rows_and_changes(kernel, z, v, y):
 def for_a_change(kernel):
     """The kernel as a function of z [c, V], one change v [c, V] and y [c]; of a stack by jax.vmap.
 
-    Without this, Pallas would add an axis to the grid by itself. Its programs would go through all
-    rows for the first change, then through all rows for the second: z would come from memory each
-    time.
+    By itself Pallas would add a slowest axis to the grid. Programs would go through all rows for
+    the first change, then through all rows for the second, and read z from memory each time.
     """
 
     @custom_vmap

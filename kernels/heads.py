@@ -289,8 +289,7 @@ def positions(of_row, n_heads, T, half, turn, joint, separate, norms, made, sums
             output = Heads(made[kind], 0, count, half)
         kind_norms = [Heads(ref, 0, count, half) for ref in norms[kind]]
         kind_sums = [Heads(ref, 0, count, half) for ref in sums[kind]]
-        is_value = kind == 2
-        kind_turn = None if is_value else turn
+        kind_turn = turn if kind < 2 else None  # queries and keys are rotated, values are not
         rows_of_kind(of_row, rows_left, kind_turn, inputs, kind_norms, output, kind_sums)
 
 

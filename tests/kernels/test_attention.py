@@ -21,7 +21,7 @@ SIZES = [  # T, n_kv_heads, n_heads / n_kv_heads, K
     (1, 1, 1, 2),
     (5, 2, 2, 4),
     (TILE, 1, 2, 6),
-    (TILE + 1, 2, 2, 4),
+    (TILE + 1, 2, 2, 16),
     (2 * TILE, 1, 1, 16),
     (3 * TILE - 5, 2, 1, 48),
 ]
