@@ -28,13 +28,17 @@ def with_derivative(f, prepare, push, pull):
 
     def jvp(x, dx):
         out, residuals = prepare(*x)
-        # linear_call wants to transpose in all its arguments, so it must not see those that stay.
+        # JAX transposes linear_call in all its arguments, so it must not see those that do not move.
         moving = [i for i, d in enumerate(dx) if not isinstance(d, SymbolicZero)]
 
         def push_moving(residuals, changes):
-            full = [jnp.zeros(d.shape, d.dtype) for d in dx]
-            for i, d in zip(moving, changes, strict=True):
-                full[i] = d
+            remaining = iter(changes)
+            full = []
+            for d in dx:
+                if isinstance(d, SymbolicZero):
+                    full.append(jnp.zeros(d.shape, d.dtype))
+                else:
+                    full.append(next(remaining))
             return push(residuals, *full)
 
         def pull_moving(residuals, u):
