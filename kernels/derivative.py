@@ -28,7 +28,7 @@ def with_derivative(f, prepare, push, pull):
 
     def jvp(x, dx):
         out, residuals = prepare(*x)
-        # JAX transposes linear_call in all its arguments, so it must not see those that do not move.
+        # JAX transposes linear_call in all its arguments: it must not see those that do not move.
         moving = [i for i, d in enumerate(dx) if not isinstance(d, SymbolicZero)]
 
         def push_moving(residuals, changes):
