@@ -1,26 +1,49 @@
-"""For GPUs: fast forms of functions that `model.py`, `gn.py` and `gn_prox.py` state in plain JAX.
+"""For GPUs: fast forms of functions that the methods and the model state in plain JAX.
 
-Nobody has to read this folder to understand the methods. A kernel computes what the plain function computes, and
-`tests/kernels` holds the two against each other.
+Nobody has to read this folder to understand the methods. A kernel takes the arguments of the plain
+function and computes the same; `tests/kernels` holds the two against each other. What is gained is
+memory traffic: plain operations write large arrays between them and read them again. A kernel does
+not.
+
+A kernel is written in Pallas, JAX's language for kernels. Triton compiles it for the GPU. Words:
+
+    program     one run of the kernel's function; a GPU runs hundreds of them at the same time
+    grid        how many programs there are, by axes; `pl.program_id(axis)` says which one this is
+    reference   an argument of the kernel: an array in memory; indexing reads it or writes to it
+    BlockSpec   which block of an array a program's reference shows; None stands for an axis of
+                which the program sees one index, and which its reference does not have
+    tile        what a program holds in registers at a time; its sides are powers of two, and a mask
+                says which of its entries lie inside the array
+
+Read in this order: cross_entropy.py, derivative.py, mlp.py, attention.py, heads.py.
 """
 
 from functools import wraps
 
 import jax
+import jax.numpy as jnp
+
+INTERPRET = False  # tests set it: kernels run on a CPU too, as plain operations, in any precision
+
+
+def run_kernels():
+    """Whether a kernel takes the place of its function."""
+    return INTERPRET or jax.default_backend() == "gpu"
 
 
 def on_gpu(kernel):
     """A decorator: on a GPU, `kernel` takes the place of the function.
 
-    The kernel gets the same arguments. It returns NotImplemented where it does not suit them (another dtype, say);
-    then the plain function runs. It also runs where a call names an argument that the kernel does not know.
+    The kernel gets the same arguments. It returns NotImplemented where they do not suit it, because
+    of their dtype for instance; then the plain function runs. The plain function also runs where a
+    call names an argument, as the kernel does not know these.
     """
 
     def decorate(plain):
         @wraps(plain)
         def chosen(*args, **options):
             result = NotImplemented
-            if jax.default_backend() == "gpu" and not options:
+            if run_kernels() and not options:
                 result = kernel(*args)
             if result is NotImplemented:
                 result = plain(*args, **options)
@@ -29,3 +52,13 @@ def on_gpu(kernel):
         return chosen
 
     return decorate
+
+
+def suits(dtype, wanted):
+    """Whether a kernel for arrays of dtype `wanted` takes those of `dtype`."""
+    return INTERPRET or jnp.dtype(dtype) == wanted
+
+
+def wide(x):
+    """x, which may be rounded to bfloat16, in at least float32."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

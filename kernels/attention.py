@@ -1,17 +1,22 @@
-"""Exact causal attention, differentiable in all three directions.
+"""Causal attention, with a kernel for its pushforward.
 
-    s = q kᵀ / sqrt(K),  s[i, j] = -inf for j > i;   p = softmax(s);   o = p v
+For each head, where q, k and v are [T, K] and o is the value:
 
-Gauss-Newton asks for more than backpropagation does: the value (primal), the change of the value with the
-inputs (pushforward, J v) and the change of the inputs with the value (pullback, Jᵀ u). Written in plain XLA operations
-it has all of them, and writes s, p and their changes to memory, [B, H, T, T]. In bfloat16 on a GPU `fused` writes none
-of them. Its value and pullback are cuDNN's, which know no pushforward. That is a kernel here:
+    s = q kᵀ / √K,   s[i, j] = -∞ for j > i;     p = softmax(s);     o = p v
 
-    ds = (dq kᵀ + q dkᵀ) / sqrt(K);   do = (p ∘ ds) v + p dv - r ∘ o,    r = the row sums of p ∘ ds
+Plain operations write s, p and their changes to memory, [B, heads, T, T]. Here none is written. The
+value and the pullback come from cuDNN, NVIDIA's library, which has no pushforward. So that is a
+kernel:
 
-A tile of p is made anew from a tile of s and each row's log-sum-exp, which the value's kernel leaves: p = exp(s - lse).
-So a tile takes five products (q kᵀ, dq kᵀ, q dkᵀ, (p ∘ ds) v, p dv), and only tiles on and below the diagonal are seen.
-That log-sum-exp comes rounded to bfloat16, so it only bounds the scores: a row is divided by its own sum.
+    ds = (dq kᵀ + q dkᵀ) / √K
+    do = (p ∘ ds) v + p dv - r ∘ o,     r = Σ_j (p ∘ ds), a number for each row
+
+It goes over s in tiles, on and below the diagonal only. A tile of p is computed again from a tile
+of s and the log-sum-exp of each row, which cuDNN returns with the value: p = exp(s - lse). So a
+tile takes five products: q kᵀ, dq kᵀ, q dkᵀ, (p ∘ ds) v and p dv.
+
+cuDNN's log-sum-exp arrives rounded to bfloat16, so these p do not sum to 1. The kernel takes it for
+a bound, which keeps exp from overflowing, and divides each row by its own sum, n.
 """
 
 import math
@@ -22,112 +27,143 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from kernels.linear import linear
+import kernels
+from kernels import suits
+from kernels.derivative import with_derivative
 
 LOG2_E = 1 / math.log(2)
-TILE = 64  # queries, and keys, that a program of the kernel sees at a time
+TILE = 64  # queries, and keys, that a program sees at a time
 
 
 def attention_kernel(q, k, v):
-    """model.attention on a GPU, in bfloat16, for heads up to 128 wide."""
-    if q.dtype != jnp.bfloat16 or q.shape[3] > 128:
+    """model.attention on a GPU, in bfloat16, for heads at most 128 wide."""
+    if not suits(q.dtype, jnp.bfloat16) or q.shape[3] > 128:
         return NotImplemented
-    return fused(q, k, v)
+    return with_derivative(value, prepare, push, pull)(q, k, v)
 
 
-def plain(q, k, v):
-    """The value, and the log-sum-exp of each row of scores [B, T, H], in plain XLA operations."""
-    B, T, H, K = q.shape
-    G = k.shape[2]
-    q = q.reshape(B, T, G, H // G, K)
-    s = jnp.einsum("btgrk,bsgk->bgrts", q, k, preferred_element_type=jnp.promote_types(q.dtype, jnp.float32))
-    causal = jnp.arange(T)[:, None] >= jnp.arange(T)[None]  # [T, T]: position t reads s <= t
-    s = jnp.where(causal[None, None, None], s / K**0.5, -jnp.inf)
-    o = jnp.einsum("bgrts,bsgk->btgrk", jax.nn.softmax(s, axis=-1).astype(v.dtype), v).reshape(B, T, H, K)
-    return o, jax.nn.logsumexp(s, axis=-1).reshape(B, H, T).swapaxes(1, 2)
+def value(q, k, v):
+    """What model.attention returns."""
+    o, _ = value_and_lse(q, k, v)
+    return o
 
 
-def cudnn(q, k, v):
-    """What `plain` returns, by cuDNN, which wants T and K to be multiples of 8: zeros behind them change nothing."""
+def prepare(q, k, v):
+    """The value, and what its derivative needs."""
+    (o, lse), cudnn_pull = jax.vjp(value_and_lse, q, k, v)
+    return o, (q, k, v, o, lse, cudnn_pull)
+
+
+def push(residuals, dq, dk, dv):
+    """The pushforward, by the kernel."""
+    *arrays, _ = residuals
+    return pushforward(*arrays, dq, dk, dv)
+
+
+def pull(residuals, u):
+    """The pullback, by cuDNN."""
+    *_, lse, cudnn_pull = residuals
+    return cudnn_pull((u, jnp.zeros_like(lse)))  # no cotangent comes back to the log-sum-exp
+
+
+def value_and_lse(q, k, v):
+    """The value, and the log-sum-exp of each row of scores, [B, T, n_heads], by cuDNN.
+
+    cuDNN wants T and K to be multiples of 8: zeros behind them change nothing. In tests on a CPU
+    JAX's plain operations stand in for it.
+    """
     T, K = q.shape[1], q.shape[3]
-    q, k, v = (jnp.pad(a, [(0, 0), (0, -T % 8), (0, 0), (0, -K % 8)]) for a in (q, k, v))
-    options = dict(is_causal=True, scale=K**-0.5, implementation="cudnn", return_residual=True)
-    o, lse = jax.nn.dot_product_attention(q, k, v, **options)
+    padding = [(0, 0), (0, -T % 8), (0, 0), (0, -K % 8)]
+    o, lse = jax.nn.dot_product_attention(
+        jnp.pad(q, padding),
+        jnp.pad(k, padding),
+        jnp.pad(v, padding),
+        is_causal=True,
+        scale=K**-0.5,
+        implementation="xla" if kernels.INTERPRET else "cudnn",
+        return_residual=True,
+    )
     return o[:, :T, :, :K], lse[:, :T]
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(3,))
-def fused(q, k, v, interpret=False):
-    """`attention` without scores in memory. interpret: the kernel's steps as XLA operations, for a CPU."""
-    return (plain if interpret else cudnn)(q, k, v)[0]
+# ---- the pushforward's kernel --------------------------------------------------------------------
 
 
-@fused.defjvp
-def fused_jvp(interpret, at, d):
-    (o, lse), pull = jax.vjp(plain if interpret else cudnn, *at)  # `pull` is a tree of what cuDNN's pullback reads
-    push = lambda residuals, dq, dk, dv: (pushforward(*residuals[0], dq, dk, dv, interpret=interpret),)
-    back = lambda residuals, u: residuals[1]((u, jnp.zeros_like(residuals[0][4])))  # the log-sum-exp goes nowhere
-    return o, linear(push, back, ((*at, o, lse), pull), *d)[0]
-
-
-# ---- the pushforward's kernel ----------------------------------------------------------------------------------------
-
-
-def pushforward(q, k, v, o, lse, dq, dk, dv, interpret=False):
-    """do [B, T, H, K] for the changes dq [B, T, H, K] and dk, dv [B, T, G, K]; lse: [B, T, H] of the scores' rows."""
-    (B, T, H, K), group = q.shape, q.shape[2] // k.shape[2]
-    width = max(16, pl.next_power_of_2(K))  # a tile's sides are powers of two
+def pushforward(q, k, v, o, lse, dq, dk, dv):
+    """do, [B, T, n_heads, K]: the change of o with q, k and v; lse: [B, T, n_heads]."""
+    B, T, n_heads, K = q.shape
+    shared_by = n_heads // k.shape[2]  # heads of q that read a head of k and v
+    width = max(16, pl.next_power_of_2(K))
     block = (None, T, None, width)  # all positions of one head of one sequence
     query = pl.BlockSpec(block, lambda i, h, b: (b, 0, h, 0))
-    key = pl.BlockSpec(block, lambda i, h, b: (b, 0, h // group, 0))
+    key = pl.BlockSpec(block, lambda i, h, b: (b, 0, h // shared_by, 0))
     row = pl.BlockSpec((None, T, None), lambda i, h, b: (b, 0, h))
     return pl.pallas_call(
-        partial(pushforward_tile, K),
-        grid=(pl.cdiv(T, TILE), H, B),
+        partial(pushforward_of_tile, K),
+        grid=(pl.cdiv(T, TILE), n_heads, B),
         in_specs=[query, key, key, query, row, query, key, key],
         out_specs=query,
         out_shape=jax.ShapeDtypeStruct(q.shape, v.dtype),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
-        interpret=interpret,
+        interpret=kernels.INTERPRET,
         name="attention_pushforward",
     )(q, k, v, o, lse, dq, dk, dv)
 
 
-def pushforward_tile(K, q, k, v, o, lse, dq, dk, dv, do):
-    """The kernel: TILE queries of one head of one sequence. References to [T, width], K wide inside, but lse, [T]."""
-    T, width = q.shape
+def pushforward_of_tile(K, q, k, v, o, lse, dq, dk, dv, do):
+    """The kernel: TILE queries of one head of one sequence, against all keys up to them.
+
+    References: lse to [T], all others to [T, width], of which K columns lie inside the arrays.
+    """
     i = pl.num_programs(0) - 1 - pl.program_id(0)  # the longest rows first
-    column = jnp.arange(width) < K
+    sums_dtype = jnp.promote_types(q.dtype, jnp.float32)
+    dot = partial(jnp.dot, preferred_element_type=sums_dtype)
+    scale = K**-0.5
+    qi = load(q, i, K)
+    dqi = load(dq, i, K)
+    # Made wide first: a factor rounded to bfloat16 would be 0.2% off.
+    bound = load(lse, i, K)[:, None].astype(sums_dtype) * LOG2_E
 
-    def at(ref, j):  # rows j TILE.. of ref, and which of them are there
-        rows = pl.ds(j * TILE, TILE)
-        inside = j * TILE + jnp.arange(TILE) < T
-        if len(ref.shape) == 1:
-            return ref.at[rows], inside
-        return ref.at[rows, :], inside[:, None] & column[None]
+    def add_tile(j, sums, on_diagonal):
+        total, r, n = sums
+        kj = load(k, j, K)
+        dkj = load(dk, j, K)
+        vj = load(v, j, K)
+        dvj = load(dv, j, K)
+        p = jnp.exp2(dot(qi, kj.T) * (scale * LOG2_E) - bound)  # e^(s - lse), one operation less
+        if on_diagonal:
+            causal = jnp.arange(TILE)[:, None] >= jnp.arange(TILE)[None]
+            p = jnp.where(causal, p, 0)
+        ds = dot(dqi, kj.T) + dot(qi, dkj.T)  # times √K
+        p_ds = (p * ds * scale).astype(vj.dtype)
+        total += dot(p_ds, vj) + dot(p.astype(vj.dtype), dvj)
+        r += jnp.sum(p_ds.astype(sums_dtype), axis=1)
+        n += jnp.sum(p, axis=1)
+        return total, r, n
 
-    def load(ref, j):
-        place, inside = at(ref, j)
-        whole = T % TILE == 0 and width == K
-        return triton.load(place) if whole else triton.load(place, mask=inside, other=0)
+    no_number = jnp.zeros(TILE, sums_dtype)
+    sums = jnp.zeros((TILE, q.shape[1]), sums_dtype), no_number, no_number
+    sums = jax.lax.fori_loop(0, i, partial(add_tile, on_diagonal=False), sums)
+    total, r, n = add_tile(i, sums, on_diagonal=True)
+    result = (total - r[:, None] * load(o, i, K)) / n[:, None]
+    place, inside = tile_of(do, i, K)
+    triton.store(place, result.astype(do.dtype), mask=inside)
 
-    sums = jnp.promote_types(q.dtype, jnp.float32)
-    dot = partial(jnp.dot, preferred_element_type=sums)
-    Q, dQ, scale = load(q, i), load(dq, i), K**-0.5
-    bound = load(lse, i)[:, None].astype(sums) * LOG2_E  # in bfloat16 the factor too would be rounded, by 0.2%
 
-    def tile(j, carry, diagonal):
-        total, r, n = carry
-        Kj, dKj, Vj, dVj = (load(ref, j) for ref in (k, dk, v, dv))
-        p = jnp.exp2(dot(Q, Kj.T) * (scale * LOG2_E) - bound)  # e^(s - lse), one operation less
-        if diagonal:
-            p = jnp.where(jnp.arange(TILE)[:, None] >= jnp.arange(TILE)[None], p, 0)
-        w = (p * (dot(dQ, Kj.T) + dot(Q, dKj.T)) * scale).astype(Vj.dtype)  # p ∘ ds
-        total += dot(w, Vj) + dot(p.astype(Vj.dtype), dVj)
-        return total, r + jnp.sum(w.astype(sums), axis=1), n + jnp.sum(p, axis=1)
+def tile_of(ref, i, K):
+    """Rows i TILE.. of a reference to [T, width] or [T], and a mask: which entries lie inside."""
+    rows = pl.ds(i * TILE, TILE)
+    row_inside = i * TILE + jnp.arange(TILE) < ref.shape[0]
+    if len(ref.shape) == 1:
+        return ref.at[rows], row_inside
+    column_inside = jnp.arange(ref.shape[1]) < K
+    return ref.at[rows, :], row_inside[:, None] & column_inside[None]
 
-    carry = jnp.zeros((TILE, width), sums), jnp.zeros(TILE, sums), jnp.zeros(TILE, sums)
-    carry = jax.lax.fori_loop(0, i, partial(tile, diagonal=False), carry)
-    total, r, n = tile(i, carry, diagonal=True)
-    place, inside = at(do, i)
-    triton.store(place, ((total - r[:, None] * load(o, i)) / n[:, None]).astype(do.dtype), mask=inside)
+
+def load(ref, i, K):
+    """Rows i TILE.. of a reference, with zeros outside the array."""
+    place, inside = tile_of(ref, i, K)
+    whole_rows = len(ref.shape) == 1 or ref.shape[1] == K
+    if whole_rows and ref.shape[0] % TILE == 0:
+        return triton.load(place)
+    return triton.load(place, mask=inside, other=0)

@@ -1,198 +1,323 @@
-"""Queries, keys and values from one product: split into heads, the first two normalized (QK-norm) and rotated.
+"""Queries, keys and values: one product makes all three, one kernel norms and rotates them.
 
-    n = (x - mean) / std ∘ scale + bias,   over all heads of a position
-    y[i], y[i + K/2] = n[i] cos a - n[i + K/2] sin a,  n[i] sin a + n[i + K/2] cos a;   a = t / 10000^(2i/K)
+What the kernel computes for the queries of one position, and with other norms for the keys:
 
-That is little arithmetic on much memory. XLA goes over it several times, with float32 arrays in between. `fused` goes
-once: a kernel holds what belongs to a position in registers, and does there what `row` says, or its pushforward, or
-its pullback, which JAX derives inside the kernel.
+    n = (x - mean) / std ∘ scale + bias          over all heads (QK-norm)
+    y[i]       = n[i] cos a - n[i + K/2] sin a   in each head, a = t / 10000^(2i/K) at position t
+    y[i + K/2] = n[i] sin a + n[i + K/2] cos a
 
-Both halves of a head are needed at once, so here its width is two axes, [.., 2, K/2], and a row a pair of [H, K/2].
+This is little arithmetic on much memory. XLA goes over the memory several times, with float32
+arrays in between. The kernel goes over it once: it holds what belongs to a position in registers,
+and does there what `norm_and_rotate` says, or its pushforward, or its pullback. JAX derives both
+inside the kernel.
+
+A rotation mixes the two halves of a head. So here a head's width is two axes: an array of rows is
+[B, T, heads, 2, K/2], and in registers a row is a pair of tiles [heads, K/2], one for each half.
+The rows of queries, keys and values lie one after another in the `joint` array, along its axis of
+heads.
 """
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from kernels.linear import linear
+import kernels
+from kernels import suits, wide
+from kernels.derivative import with_derivative
 
-ROWS, SUMMED = 4, 16  # positions that a program goes through; the same where it also sums the norms' gradients
+ROWS = 4  # positions that a program goes through, one after another
+ROWS_SUMMED = 16  # the same where it also sums up the norms' gradients: fewer sums are left to add
 WARPS = 2
 
 
 def queries_keys_values_kernel(network, p, x):
-    """model.queries_keys_values on a GPU, in bfloat16: one product for all three, then one kernel."""
-    if network.dtype != "bfloat16":
+    """model.queries_keys_values on a GPU, in bfloat16."""
+    if not suits(network.dtype, jnp.bfloat16):
         return NotImplemented
-    (B, T, _), H, G = x.shape, network.n_heads, network.n_kv_heads
-    K = network.d_model // H
-    split = lambda a: a.reshape(*a.shape[:-1], -1, 2, K // 2)
-    w = jnp.concatenate([p["wq"], p["wk"], p["wv"]], axis=1).astype(jnp.bfloat16)
-    names = ("q_scale", "q_bias", "k_scale", "k_bias") if network.qk_norm else ()
-    made = fused((H, G, G), False, split(x.astype(jnp.bfloat16) @ w), *(split(p[name]) for name in names))
-    return tuple(a.reshape(B, T, -1, K) for a in made)
+    dtype = jnp.dtype(network.dtype)
+    B, T, D = x.shape
+    K = D // network.n_heads
+    w = jnp.concatenate([p["wq"], p["wk"], p["wv"]], axis=1).astype(dtype)
+    joint = x.astype(dtype) @ w
+    norms = []
+    if network.qk_norm:
+        norms = [p["q_scale"], p["q_bias"], p["k_scale"], p["k_bias"]]
+    n_heads = (network.n_heads, network.n_kv_heads, network.n_kv_heads)
+    norms = [in_halves(a, K) for a in norms]
+    q, k, v = split_heads(n_heads, in_halves(joint, K), *norms)
+    heads = (B, T, -1, K)
+    return q.reshape(heads), k.reshape(heads), v.reshape(heads)
 
 
-def row(turn, size, inside, x, *norm):
-    """A pair of [.., H, K/2] from the pair x and the pairs scale and bias, if any.
+def in_halves(a, K):
+    """[.., heads K] as [.., heads, 2, K/2]."""
+    return a.reshape(*a.shape[:-1], -1, 2, K // 2)
 
-    turn: cos and sin, [.., 1, K/2]; size: numbers in the pair that count; inside: 1 where they are, beyond them 0.
+
+def split_heads(n_heads, joint, *norms):
+    """Queries, keys and values [B, T, its heads, 2, K/2] of the joint array.
+
+    n_heads: how many heads each of the three has; norms: scale and bias of the queries, then of the
+    keys, [its heads, 2, K/2], or nothing.
     """
-    total = lambda pair: jnp.sum(pair[0] + pair[1], axis=(-2, -1), keepdims=True)
-    if norm:
+
+    def value(joint, *norms):
+        rows, _ = launch(value_of_row, n_heads, [joint], [], by_kind(norms))
+        return rows
+
+    def prepare(*inputs):
+        return value(*inputs), inputs
+
+    def push(inputs, d_joint, *d_norms):
+        joint, *norms = inputs
+        all_norms = by_kind(norms, d_norms)
+        changes, _ = launch(change_of_row, n_heads, [joint, d_joint], [], all_norms)
+        return changes
+
+    def pull(inputs, u):
+        joint, *norms = inputs
+        (joint_bar,), sums = launch(cotangent_of_row, n_heads, [joint], u, by_kind(norms))
+        norms_bar = [jnp.sum(a, axis=(0, 1)) for kind in sums for a in kind]  # over the programs
+        return joint_bar, *norms_bar
+
+    return with_derivative(value, prepare, push, pull)(joint, *norms)
+
+
+def by_kind(*norms):
+    """Lists of scales and biases, split into those of queries, of keys, and of values: none."""
+    queries = []
+    keys = []
+    for arrays in norms:
+        queries.extend(arrays[:2])
+        keys.extend(arrays[2:])
+    return [queries, keys, []]
+
+
+def angles(T, half, dtype):
+    """cos and sin of the angles by which rows are rotated, each [T, K/2]."""
+    period = 10_000.0 ** (jnp.arange(half) / half)  # [K/2], over 2π
+    angle = jnp.arange(T)[:, None] / period[None]
+    return [jnp.cos(angle).astype(dtype), jnp.sin(angle).astype(dtype)]
+
+
+# ---- what is done with one row, in registers -----------------------------------------------------
+
+
+def norm_and_rotate(turn, size, inside, x, scale_and_bias):
+    """A row y of queries or keys from a row x; turn: cos and sin, [1, K/2].
+
+    scale_and_bias: two pairs, or nothing. A tile may be larger than what it holds: size counts the
+    numbers of the row, and `inside` is 1 where they are and 0 elsewhere.
+    """
+
+    def total(pair):
+        return jnp.sum(pair[0] + pair[1], axis=(-2, -1), keepdims=True)
+
+    if scale_and_bias:
+        scale, bias = scale_and_bias
         mean = total(x) / size
         x = [(a - mean) * inside for a in x]
-        over_std = jax.lax.rsqrt(total([a * a for a in x]) / size + 1e-6)
-        x = [a * over_std * scale + bias for a, scale, bias in zip(x, *norm, strict=True)]
-    (a, b), (cos, sin) = x, turn
+        variance = total([a * a for a in x]) / size
+        over_std = jax.lax.rsqrt(variance + 1e-6)
+        x = [a * over_std * s + b for a, s, b in zip(x, scale, bias, strict=True)]
+    a, b = x
+    cos, sin = turn
     return [a * cos - b * sin, a * sin + b * cos]
 
 
-def turns(T, half, dtype):
-    """cos and sin of the angles, [T, K/2]."""
-    angle = jnp.arange(T)[:, None] / 10_000.0 ** (jnp.arange(half)[None] / half)
-    return [f(angle).astype(dtype) for f in (jnp.cos, jnp.sin)]
+def unchanged(x, norms):
+    """What is done with a row of values."""
+    return x
 
 
-def wide(a):
-    """a, which may be rounded, in at least float32."""
-    return a.astype(jnp.promote_types(a.dtype, jnp.float32))
+# Each takes f, a function of a row and its norms as above; rows; and norms. Each returns a row, and
+# a list of what is to be summed up over rows.
 
 
-def halves(a):
-    """[.., 2, K/2] as a pair of [.., K/2]."""
-    return [wide(a[..., i, :]) for i in (0, 1)]
+def value_of_row(f, rows, norms):
+    """f of the row."""
+    (x,) = rows
+    return f(x, norms), []
 
 
-@partial(jax.checkpoint, static_argnums=0)
-def plain(counts, x, *norms):
-    """`heads` in XLA operations. A derivative makes anew what it wants of what lies inside: it takes less memory."""
-    (H, G, _), T, half = counts, x.shape[1], x.shape[-1]
-    q, k, v = x[:, :, :H], x[:, :, H : H + G], x[:, :, H + G :]
-    turn, norms = [a[None, :, None] for a in turns(T, half, wide(x).dtype)], [a[None, None] for a in norms]
-    turned = [row(turn, 2 * half * n, 1, *map(halves, a)) for n, a in ((H, (q, *norms[:2])), (G, (k, *norms[2:])))]
-    return *(jnp.stack(pair, axis=-2).astype(x.dtype) for pair in turned), v
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def fused(counts, interpret, x, *norms):
-    """`heads` by a kernel. interpret: its steps as XLA operations, for a CPU."""
-    return tuple(launch(value, counts, interpret, [x], [], of_parts(norms))[0])
-
-
-@fused.defjvp
-def fused_jvp(counts, interpret, at, d):
-    def push(at, dx, *dnorms):
-        return launch(tangent, counts, interpret, [at[0], dx], [], of_parts(at[1:], dnorms))[0]
-
-    def back(at, *u):
-        (x_bar,), norms_bar = launch(cotangent, counts, interpret, [at[0]], u, of_parts(at[1:]), sums=True)
-        return x_bar, *norms_bar
-
-    return fused(counts, interpret, *at), tuple(linear(push, back, at, *d))
-
-
-def of_parts(*norms):
-    """Those of q, of k and of v, which has none."""
-    return [[a for arrays in norms for a in arrays[i : i + 2]] for i in (0, 2, 4)]
-
-
-# ---- the kernel ------------------------------------------------------------------------------------------------------
-# What it does with a row of q, k or v, f being `row` or, for v, nothing: each makes a row, and rows to be summed up.
-
-
-def value(f, x, *norm):
-    return f(x, *norm), []
-
-
-def tangent(f, x, dx, *norms):
+def change_of_row(f, rows, norms):
+    """The pushforward of f at a row x and norms; their changes stand behind them in the lists."""
+    x, dx = rows
     n = len(norms) // 2
-    return jax.jvp(f, (x, *norms[:n]), (dx, *norms[n:]))[1], []
+    _, dy = jax.jvp(f, (x, norms[:n]), (dx, norms[n:]))
+    return dy, []
 
 
-def cotangent(f, x, u, *norm):
-    x_bar, *norm_bar = jax.vjp(f, x, *norm)[1](u)
-    return x_bar, norm_bar
+def cotangent_of_row(f, rows, norms):
+    """The pullback of f at a row x and norms, of u; the norms' cotangents are to be summed up."""
+    x, u = rows
+    _, pull = jax.vjp(f, x, norms)
+    x_bar, norms_bar = pull(u)
+    return x_bar, norms_bar
 
 
-def launch(g, counts, interpret, whole, parts, norms, sums=False):
-    """What g makes of each row, as q, k, v or, where parts are given, in one array like x; and what it sums up.
+# ---- the grid ------------------------------------------------------------------------------------
 
-    whole: arrays like x; parts: none, or three arrays like q, k, v; norms: for each of the three arrays [its heads, 2,
-    K/2]; sums: whether g sums up something like each of these.
+
+def launch(of_row, n_heads, joint, separate, norms):
+    """What `of_row` makes of each row of queries, keys and values, and what it sums up.
+
+    joint: joint arrays; separate: nothing, or an array for each of the three kinds; `of_row` gets a
+    row of all joint arrays and of the array of its kind. norms: for each kind, arrays [heads, 2,
+    K/2]. Returns the rows: an array for each kind, or, where separate arrays are given, one joint
+    array. Then for each kind a list of sums like its norms, [programs, B, heads, 2, K/2], or
+    nothing.
     """
-    (B, T, _, _, half), rows = whole[0].shape, SUMMED if sums else ROWS
-    tall, broad = [pl.next_power_of_2(n) for n in counts], pl.next_power_of_2(half)  # a tile's sides are powers of two
-    of_rows = lambda n: pl.BlockSpec((None, rows, n, 2, broad), lambda i, b: (b, i, 0, 0, 0))
-    of_norm = lambda n: pl.BlockSpec((n, 2, broad), lambda i, b: (0, 0, 0))
-    of_sum = lambda n: pl.BlockSpec((None, None, n, 2, broad), lambda i, b: (i, b, 0, 0, 0))
-    angle, joint, split = pl.BlockSpec((rows, broad), lambda i, b: (i, 0)), of_rows(sum(tall)), [*map(of_rows, tall)]
-    row_like = lambda n: jax.ShapeDtypeStruct((B, T, n, 2, half), whole[0].dtype)
-    out = [(row_like(sum(counts)), joint)] if parts else [*zip(map(row_like, counts), split, strict=True)]
-    number, turn = len(out), turns(T, half, wide(whole[0]).dtype)
-    for n, padded, arrays in zip(counts, tall, norms, strict=True):
-        like_sum = jax.ShapeDtypeStruct((pl.cdiv(T, rows), B, n, 2, half), turn[0].dtype)
-        out += [(like_sum, of_sum(padded)) for _ in arrays if sums]
-    results = pl.pallas_call(
-        partial(positions, g, counts, T, half),
-        grid=(pl.cdiv(T, rows), B),
+    B, T, n_joint, _, half = joint[0].shape
+    dtype = wide(joint[0]).dtype
+    rows = ROWS_SUMMED if separate else ROWS
+    broad = pl.next_power_of_2(half)
+    tall = [pl.next_power_of_2(n) for n in n_heads]
+    grid = (pl.cdiv(T, rows), B)
+
+    angle_block = pl.BlockSpec((rows, broad), lambda i, b: (i, 0))
+    joint_block = block_of_rows(rows, sum(tall), broad)
+    blocks = [block_of_rows(rows, n, broad) for n in tall]
+    if separate:
+        made = [jax.ShapeDtypeStruct((B, T, n_joint, 2, half), joint[0].dtype)]
+        made_blocks = [joint_block]
+        summed = norms
+    else:
+        made = [jax.ShapeDtypeStruct((B, T, n, 2, half), joint[0].dtype) for n in n_heads]
+        made_blocks = blocks
+        summed = [[], [], []]
+    sums = jax.tree.map(lambda a: jax.ShapeDtypeStruct((*grid, *a.shape), dtype), summed)
+
+    return pl.pallas_call(
+        partial(positions, of_row, n_heads, T, half),
+        grid=grid,
         in_specs=[
-            [angle, angle],
-            [joint] * len(whole),
-            split[: len(parts)],
-            [[of_norm(n)] * len(arrays) for n, arrays in zip(tall, norms, strict=True)],
+            [angle_block, angle_block],
+            [joint_block] * len(joint),
+            blocks[: len(separate)],
+            jax.tree.map(block_of_norm, norms),
         ],
-        out_specs=[spec for _, spec in out],
-        out_shape=[shape for shape, _ in out],
+        out_specs=(made_blocks, jax.tree.map(block_of_sum, summed)),
+        out_shape=(made, sums),
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=2),
-        interpret=interpret,
-        name=f"heads_{g.__name__}",
-    )(turn, whole, list(parts), norms)
-    return results[:number], [jnp.sum(a, axis=(0, 1)) for a in results[number:]]
+        interpret=kernels.INTERPRET,
+        name=f"heads_{of_row.__name__}",
+    )(angles(T, half, dtype), joint, list(separate), norms)
 
 
-def positions(g, counts, T, half, turn, whole, parts, norms, *results):
-    """The kernel: some positions of one sequence. References to [rows, heads, 2, K/2]; turn's to [rows, K/2]."""
-    number = 1 if parts else 3
-    sums = iter(results[number:])
-    for i, heads in enumerate(counts):
-        first = sum(counts[:i])  # of this part's heads in x
-        rows = [(ref, first) for ref in whole] + [(ref, 0) for ref in parts[i : i + 1]]
-        out = (results[0], first) if parts else (results[i], 0)
-        own = [next(sums) for _ in norms[i]] if results[number:] else []
-        rows_left = jnp.minimum(turn[0].shape[0], T - turn[0].shape[0] * pl.program_id(0))
-        one_part(g, heads, half, rows_left, turn if i < 2 else None, rows, norms[i], out, own)
+def block_of_rows(rows, heads, broad):
+    """`rows` positions of one sequence."""
+    return pl.BlockSpec((None, rows, heads, 2, broad), lambda i, b: (b, i, 0, 0, 0))
 
 
-def one_part(g, heads, half, rows_left, turn, rows, norms, out, sums):
-    """What the kernel does with q, k or v; rows, out: a reference, and which of its heads is the first of the part."""
-    tall, broad = pl.next_power_of_2(heads), out[0].shape[-1]
-    column = jnp.arange(broad) < half
-    inside = (jnp.arange(tall) < heads)[:, None] & column[None]
-    place = lambda i, ref, first, *at: ref.at[*at, pl.ds(first, tall), pl.ds(i, 1), :]
+def block_of_norm(a):
+    """A scale or a bias [heads, 2, K/2], whole."""
+    tall = pl.next_power_of_2(a.shape[0])
+    broad = pl.next_power_of_2(a.shape[2])
+    return pl.BlockSpec((tall, 2, broad), lambda i, b: (0, 0, 0))
 
-    def load(*at):
-        read = lambda i: triton.load(place(i, *at), mask=inside[:, None], other=0)
-        return [wide(jnp.squeeze(read(i), axis=1)) for i in (0, 1)]
 
-    def store(pair, ref, *at):
-        for i in (0, 1):
-            triton.store(place(i, ref, *at), pair[i].astype(ref.dtype)[:, None], mask=inside[:, None])
+def block_of_sum(a):
+    """A program's own sum of arrays like a."""
+    tall = pl.next_power_of_2(a.shape[0])
+    broad = pl.next_power_of_2(a.shape[2])
+    return pl.BlockSpec((None, None, tall, 2, broad), lambda i, b: (i, b, 0, 0, 0))
 
-    fixed = [load(ref, 0) for ref in norms]
+
+# ---- the kernel ----------------------------------------------------------------------------------
+
+
+class Heads(NamedTuple):
+    """The heads of one kind in a reference to [rows, heads, 2, K/2] or to [heads, 2, K/2]."""
+
+    ref: Any
+    first: int  # index of the first of them
+    count: int
+    half: int  # K/2
+
+    @property
+    def tile(self):
+        """The shape of a tile that holds a half of each head."""
+        return pl.next_power_of_2(self.count), self.ref.shape[-1]
+
+    def inside(self):
+        """A mask of the tile: which of its entries are there."""
+        tall, broad = self.tile
+        row = jnp.arange(tall) < self.count
+        column = jnp.arange(broad) < self.half
+        return row[:, None] & column[None]
+
+    def place(self, side, *row):
+        """Where the first (side 0) or second halves of a row lie: [heads, 1, K/2]."""
+        tall, _ = self.tile
+        heads = pl.ds(self.first, tall)
+        half = pl.ds(side, 1)
+        return self.ref.at[*row, heads, half, :]
+
+    def load(self, *row):
+        """A row, as a pair; no row is named where the reference has none."""
+        mask = self.inside()[:, None]
+        pair = []
+        for side in (0, 1):
+            a = triton.load(self.place(side, *row), mask=mask, other=0)
+            pair.append(wide(jnp.squeeze(a, axis=1)))
+        return pair
+
+    def store(self, pair, *row):
+        """Writes a row."""
+        mask = self.inside()[:, None]
+        for side in (0, 1):
+            a = pair[side].astype(self.ref.dtype)
+            triton.store(self.place(side, *row), a[:, None], mask=mask)
+
+
+def positions(of_row, n_heads, T, half, turn, joint, separate, norms, made, sums):
+    """The kernel: `rows` positions of one sequence; all arguments from `turn` on are references."""
+    rows = turn[0].shape[0]
+    rows_left = jnp.minimum(rows, T - rows * pl.program_id(0))
+    for kind, count in enumerate(n_heads):
+        first = sum(n_heads[:kind])
+        inputs = [Heads(ref, first, count, half) for ref in joint]
+        if separate:
+            inputs.append(Heads(separate[kind], 0, count, half))
+            output = Heads(made[0], first, count, half)
+        else:
+            output = Heads(made[kind], 0, count, half)
+        kind_norms = [Heads(ref, 0, count, half) for ref in norms[kind]]
+        kind_sums = [Heads(ref, 0, count, half) for ref in sums[kind]]
+        kind_turn = turn if kind < 2 else None  # queries and keys are rotated, values are not
+        rows_of_kind(of_row, rows_left, kind_turn, inputs, kind_norms, output, kind_sums)
+
+
+def rows_of_kind(of_row, rows_left, turn, inputs, norms, output, sums):
+    """What a program does with its rows of queries, of keys or of values, one row after another."""
+    norm_pairs = [norm.load() for norm in norms]
 
     def position(r, totals):
-        f = lambda x: x
+        f = unchanged
         if turn:
-            angle = [triton.load(ref.at[r, :], mask=column, other=0)[None] for ref in turn]
-            f = partial(row, angle, 2 * heads * half, inside.astype(angle[0].dtype))
-        made, more = g(f, *(load(*ref, r) for ref in rows), *fixed)
-        store(made, *out, r)
+            f = norm_and_rotate_at(r, turn, output)
+        rows = [heads.load(r) for heads in inputs]
+        made, more = of_row(f, rows, norm_pairs)
+        output.store(made, r)
         return jax.tree.map(jnp.add, totals, more)
 
-    zero = jax.tree.map(jnp.zeros_like, fixed[: len(sums)])
-    for pair, ref in zip(jax.lax.fori_loop(0, rows_left, position, zero), sums, strict=True):
-        store(pair, ref, 0)
+    zero = jax.tree.map(jnp.zeros_like, norm_pairs[: len(sums)])
+    totals = jax.lax.fori_loop(0, rows_left, position, zero)
+    for total, heads in zip(totals, sums, strict=True):
+        heads.store(total)
+
+
+def norm_and_rotate_at(r, turn, heads):
+    """`norm_and_rotate` as a function of a row and its norms, at the program's r-th position."""
+    column = jnp.arange(heads.tile[1]) < heads.half
+    cos_and_sin = []
+    for ref in turn:
+        cos_and_sin.append(triton.load(ref.at[r, :], mask=column, other=0)[None])
+    size = 2 * heads.count * heads.half
+    inside = heads.inside().astype(cos_and_sin[0].dtype)
+    return partial(norm_and_rotate, cos_and_sin, size, inside)
