@@ -1,51 +1,138 @@
-"""The command line, made from the fields of dataclasses: a field's comment is its help, so both are written once."""
+"""The command line is made from the fields of dataclasses: a field's comment is its help text."""
 
 import argparse
 import dataclasses
 import inspect
 import itertools
+import math
+import operator
 import re
 import sys
 from fractions import Fraction
 from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Flag(NamedTuple):
+    """What a field of a dataclass says of its flag."""
+
+    kind: type  # int, float, bool or str
+    default: Any
+    help: str
 
 
 def fields_of(cls, derived=()):
-    """The fields of a dataclass that are flags, {name: (type, default, help)}; those in `derived` are not."""
-    sources = [inspect.getsource(c) for c in reversed(cls.__mro__) if dataclasses.is_dataclass(c)]
-    comments = dict(re.findall(r"^    (\w+): .*?#\s*(.*)$", "\n".join(sources), re.M))  # the last one of a name counts
+    """{name: Flag} for the fields of a dataclass, without those named in `derived`."""
+    helps = {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base):
+            helps |= comments_of(base)  # a field without a comment keeps the one of the class above
+
     return {
-        f.name: (f.type, f.default, comments.get(f.name, "")) for f in dataclasses.fields(cls) if f.name not in derived
+        field.name: Flag(field.type, field.default, helps.get(field.name, ""))
+        for field in dataclasses.fields(cls)
+        if field.name not in derived
     }
 
 
+def comments_of(cls):
+    """{field: comment} from the source of a class.
+
+    A field's comment is the comment lines directly above it, and what stands behind it.
+    """
+    found = {}
+    comment = []
+    for line in inspect.getsource(cls).splitlines():
+        field = re.match(r"    (\w+):", line)
+        _, mark, words = line.partition("# ")
+        if mark:
+            comment.append(words.strip())
+        if field and comment:
+            found[field[1]] = " ".join(comment)
+        if not line.lstrip().startswith("#"):
+            comment = []
+    return found
+
+
+# ---- texts to values ----
+
+
 def count(text):
-    """A whole number, with or without a suffix: 400k, 1.2m, 3b. Raises ValueError where it is none, or beyond 10^15."""
+    """A whole number with or without a suffix: 400k, 1.2m, 3b. Raises ValueError otherwise."""
     match = re.fullmatch(r"([+-]?\d+(?:\.\d+)?)([kmb]?)", text.strip().lower().replace("_", ""))
     if not match:
         raise ValueError(text)
-    value = Fraction(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}[match[2]]
+    number, suffix = match.groups()
+    value = Fraction(number) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}[suffix]
     if value.denominator > 1 or abs(value) > 10**15:
         raise ValueError(text)
     return int(value)
 
 
 def utf8(text):
-    """The text. Raises ValueError where its bytes were none."""
+    """The text itself. Raises ValueError if the bytes it came from were not UTF-8."""
     return text.encode().decode()
 
 
 def boolean(text):
-    """true or false. Raises KeyError where it is neither."""
+    """true or false, in any case. Raises KeyError for anything else."""
     return {"true": True, "false": False}[text.lower()]
 
 
-KINDS = {  # how a text becomes a value, and what it must be
+KINDS = {  # type: how a text becomes a value, and what the text must be
     int: (count, "a whole number such as 32, 400k or 1.2m"),
     float: (float, "a number"),
     bool: (boolean, "true or false"),
     str: (utf8, "a text in UTF-8"),
 }
+
+
+# ---- checks of values, for the `check` method of a Config ----
+
+COMPARISONS = {
+    "at least": operator.ge,
+    "above": operator.gt,
+    "below": operator.lt,
+    "at most": operator.le,
+}
+
+
+def check_range(config, names, least=None, above=None, below=None, most=None):
+    """Raises ValueError if the value of a field is outside of the limits that are given.
+
+    The value itself may be `least` and `most`, but neither `above` nor `below`. NaN and infinity
+    are always refused. Skipped are names that the config lacks, and fields that are None.
+    """
+    limits = {"at least": least, "above": above, "below": below, "at most": most}
+    limits = {words: limit for words, limit in limits.items() if limit is not None}
+    required = " and ".join(f"{words} {readable(limit)}" for words, limit in limits.items())
+    if limits == {"above": 0}:
+        required = "a positive number"
+
+    for name in names:
+        value = getattr(config, name, None)
+        if value is None:
+            continue
+        inside = all(COMPARISONS[words](value, limit) for words, limit in limits.items())
+        if not (inside and math.isfinite(value)):
+            raise ValueError(f"{name} is {value}; it must be {required}")
+
+
+def check_choice(config, name, valid):
+    """Raises ValueError if a field is not one of the valid values."""
+    value = getattr(config, name)
+    if value not in valid:
+        raise ValueError(f"{name} is {value!r}; valid: {', '.join(valid)}")
+
+
+def readable(limit):
+    """A limit as a person would write it: 2^31, not 2147483648."""
+    if limit in (2**31, 2**32):
+        return f"2^{limit.bit_length() - 1}"
+    return str(limit)
+
+
+# ---- the command line ----
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,13 +145,22 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message.encode("unicode_escape").decode())
 
     def given(self, argv):
-        """{name: text} of the flags that argv has, and the words that are none of them."""
+        """{name: text} of the flags that argv has, and the list of words that are no flag."""
         known, others = self.parse_known_args(argv)
-        return {name: text if text != [] else "--" for name, text in vars(known).items() if text is not None}, others
+        texts = {name: text for name, text in vars(known).items() if text is not None}
+        for name, text in texts.items():
+            if text == []:  # argparse drops the text of "--lr=--"
+                texts[name] = "--"
+        return texts, others
+
+
+def flag_of(name):
+    """inner_batch -> --inner-batch."""
+    return "--" + name.replace("_", "-")
 
 
 def exists(text):
-    """Whether there is a file or folder of this name; a name too long for one is none."""
+    """Whether there is a file or folder of this name. False if the name is too long for one."""
     try:
         return Path(text).exists()
     except OSError:
@@ -74,45 +170,63 @@ def exists(text):
 def expand(argv):
     """The command lines of a grid, one for each combination of values between commas.
 
-    Not split are paths that exist, and what --out and --generate are given.
+    Never split are the path of an existing file or folder, and the value of --out.
     """
-    options = []
-    for before, word in zip(["", *argv], argv, strict=False):
-        name, equals, text = word.partition("=") if word.startswith("--") else (before, "", word)
-        start = name + equals if word.startswith("--") else ""
-        values = [text] if name in ("--out", "--generate") or exists(text) else dict.fromkeys(text.split(","))
-        options.append([start + value for value in values])
-    return [list(words) for words in itertools.product(*options)]
+    choices = []  # for each word of argv, the words that may stand in its place
+    previous = ""
+    for word in argv:
+        if word.startswith("--"):
+            name, equals, text = word.partition("=")
+            start = name + equals
+        else:
+            name, start, text = previous, "", word
+        values = text.split(",")
+        if name == "--out" or exists(text):
+            values = [text]
+        choices.append([start + value for value in dict.fromkeys(values)])
+        previous = word
+    return [list(words) for words in itertools.product(*choices)]
 
 
 def peek(argv, name, default, valid=()):
-    """The value of one flag, before the others are known. Raises ValueError where it is not one of `valid`, if any."""
+    """The text of one flag, before the others are known.
+
+    Raises ValueError if `valid` is given and the text is not in it.
+    """
     parser = Parser(add_help=False)
-    parser.add_argument(f"--{name}")
-    value = parser.given(argv)[0].get(name, default)
+    parser.add_argument(flag_of(name))
+    texts, _ = parser.given(argv)
+    value = texts.get(name, default)
     if valid and value not in valid:
         raise ValueError(f"{name} is {value!r}; valid: {', '.join(valid)}")
     return value
 
 
 def parse(argv, fields, defaults, about):
-    """What the command line sets, {name: value}; `fields` as from fields_of, `defaults` for the help.
+    """{name: value} of the flags that argv has.
 
-    Raises ValueError, in one line that says what would be valid, for an unknown flag or a value of the wrong kind.
+    fields: as from `fields_of`; defaults: {name: value}, shown in the help; about: its first text.
+    Raises ValueError, in one line that says what is valid, for an unknown flag or a value of the
+    wrong kind.
     """
-    flag = lambda name: "--" + name.replace("_", "-")
     parser = Parser(description=about)
-    for name, (kind, _, comment) in fields.items():
-        shown = "" if defaults[name] is None else f" [default {defaults[name]}]"
-        parser.add_argument(flag(name), metavar=kind.__name__, help=(comment + shown).replace("%", "%%"))
-    given, unknown = parser.given(argv)
+    for name, flag in fields.items():
+        text = flag.help
+        if defaults[name] is not None:
+            text += f" [default {defaults[name]}]"
+        metavar = flag.kind.__name__
+        parser.add_argument(flag_of(name), metavar=metavar, help=text.replace("%", "%%"))
+
+    texts, unknown = parser.given(argv)
     if unknown:
-        raise ValueError(f"unknown flag {unknown[0]!r}; valid with this method: {', '.join(map(flag, fields))}")
+        valid = ", ".join(map(flag_of, fields))
+        raise ValueError(f"unknown flag {unknown[0]!r}; valid with this method: {valid}")
+
     values = {}
-    for name, text in given.items():
-        convert, what = KINDS[fields[name][0]]
+    for name, text in texts.items():
+        convert, required = KINDS[fields[name].kind]
         try:
             values[name] = convert(text)
         except (ValueError, KeyError):
-            raise ValueError(f"{flag(name)} is {text!r}; it must be {what}") from None
+            raise ValueError(f"{flag_of(name)} is {text!r}; it must be {required}") from None
     return values
