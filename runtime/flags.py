@@ -35,6 +35,11 @@ def fields_of(cls, derived=()):
     }
 
 
+def values_of(config, derived=()):
+    """{name: value} for the fields of a dataclass object, without those named in `derived`."""
+    return {name: getattr(config, name) for name in fields_of(type(config), derived)}
+
+
 def comments_of(cls):
     """{field: comment} from the source of a class.
 

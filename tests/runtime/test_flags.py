@@ -40,14 +40,14 @@ def test_help_names_every_flag_with_its_meaning(capsys):
 def test_every_flag_of_every_method_has_a_help(method):
     """Fields that a Config has from another one keep its comment, unless they have one of their own."""
     assert "Section 6.2" in flags.fields_of(train.gn_prox.Config)["schedule"][2]
-    fields = flags.fields_of(train.METHODS[method][1], train.DERIVED)
+    fields = flags.fields_of(train.METHODS[method].Config, train.DERIVED)
     assert all(comment for _, _, comment in fields.values()), fields
     assert {"lr", "schedule", "warmup", "weight_decay", "average", "clip"} <= set(fields)
 
 
 def test_no_two_configs_share_a_flag():
-    for _, cls in train.METHODS.values():
-        own = flags.fields_of(cls, train.DERIVED)
+    for method in train.METHODS.values():
+        own = flags.fields_of(method.Config, train.DERIVED)
         names = [*flags.fields_of(train.Config), *own, *flags.fields_of(model.Config)]
         assert len(names) == len(set(names))
 
@@ -62,4 +62,4 @@ def test_counts(text, value):
 @pytest.mark.parametrize("text, value", [("true", True), ("False", False)])
 def test_booleans(text, value):
     run = train.configure(["--model", "tiny", "--guard", text, "--qk-norm", text])
-    assert run.settings.guard is value and run.settings.model.qk_norm is value
+    assert run.settings.guard is value and run.network.qk_norm is value

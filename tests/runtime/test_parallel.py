@@ -22,7 +22,7 @@ import gn
 import train
 from runtime import checkpoint, parallel
 
-CASES = {name: (module, cls, {}) for name, (module, cls) in train.METHODS.items()}
+CASES = {name: (module, cls, {}) for name, (module, cls, _) in train.METHODS.items()}
 CASES["cg"] = (gn, gn.Config, {"inner": "cg", "damping": 0.1, "cg_steps": 4})
 CASES["soap"] = (*CASES["soap"][:2], {"largest": 8})  # of a longer side's factor the eigenvectors are not unique
 
@@ -176,7 +176,7 @@ def test_matrix_products_are_in_bfloat16_on_a_gpu_and_in_float32_on_a_cpu(monkey
     assert (dtype(), dtype("--dtype", "bfloat16")) == ("float32", "bfloat16")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert (dtype(), dtype("--dtype", "float32")) == ("bfloat16", "float32")
-    assert train.configure(["--model", "tiny"]).settings.model.dtype == "bfloat16"
+    assert train.configure(["--model", "tiny"]).network.dtype == "bfloat16"
 
 
 def test_programs_are_kept_between_runs_and_make_the_same_run(here):
