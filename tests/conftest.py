@@ -24,7 +24,9 @@ import train
 AS_A_USER = os.environ | {"JAX_PLATFORMS": "cpu"}
 # Programs compile three times as fast. A later XLA has no such switch.
 if jax.__version_info__[:2] == (0, 10):
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
+    )
 os.environ["NPROC"] = "16"  # threads of XLA; a device that waits for another keeps one
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)

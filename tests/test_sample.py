@@ -38,7 +38,10 @@ def test_a_confident_model_says_what_it_learnt(here, monkeypatch):
     """It repeats its one letter to the end, or it ends the document and is not asked again."""
     assert run("--method", "muon", "--out", "r", "--steps", "1") == 0
     end = sample.read("r")[2].end_of_text
-    for wanted, times, text in ((ord("x"), sample.LENGTH, "ab" + "x" * sample.LENGTH), (end, 1, "ab")):
+    for wanted, times, text in (
+        (ord("x"), sample.LENGTH, "ab" + "x" * sample.LENGTH),
+        (end, 1, "ab"),
+    ):
         asked = []
 
         def draw(*args, wanted=wanted, asked=asked):

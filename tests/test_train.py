@@ -26,12 +26,24 @@ def test_a_run_leaves_its_log_its_config_and_its_state(here, capsys, method):
     assert run("--method", method, "--out", "r") == 0
     log, fresh = rows("r"), 192 if method in SEARCH else 0
     assert [row["step"] for row in log] == [0, 1, 2, 3]
-    names = {"step", "tokens", "tokens_line_search", "train_loss", "val_loss", "val_bpb", "lr", "alpha", "seconds"}
+    names = {
+        "step",
+        "tokens",
+        "tokens_line_search",
+        "train_loss",
+        "val_loss",
+        "val_bpb",
+        "lr",
+        "alpha",
+        "seconds",
+    }
     assert all(names <= set(row) for row in log)
     warm = round(0.05 * 2000 / 64) * 64
     assert [row["tokens"] for row in log] == [warm + t * (192 + fresh) for t in range(4)]
     assert [row["tokens_line_search"] for row in log] == [t * fresh for t in range(4)]
-    assert log[0]["lr"] is None and log[0]["alpha"] is None and all(row["lr"] > 0 for row in log[1:])
+    assert (
+        log[0]["lr"] is None and log[0]["alpha"] is None and all(row["lr"] > 0 for row in log[1:])
+    )
     assert all((row["alpha"] is not None) == (method in SEARCH) for row in log[1:])
     meta = data.prepare("text.txt", data.tokenizer("bytes"), 16).meta
     for row in log:
@@ -65,21 +77,37 @@ def test_evaluation_is_the_mean_over_held_out_windows(here):
 
 def test_fault_2_every_method_runs_as_a_command(here):
     """In a process of its own, as a user starts it: status 0, a table, nothing on stderr but progress bars."""
-    flags = ["--data", "text.txt", "--method", ",".join(train.METHODS), "--steps", "1", "--out", "r"]
+    flags = [
+        "--data",
+        "text.txt",
+        "--method",
+        ",".join(train.METHODS),
+        "--steps",
+        "1",
+        "--out",
+        "r",
+    ]
     command = [sys.executable, train.__file__, *SMALL, *flags]
     quick = AS_A_USER | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=quick)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(report.header()) == done.stdout.count("after 1 outer steps") == 6 and not done.stderr
+    assert (
+        done.stdout.count(report.header()) == done.stdout.count("after 1 outer steps") == 6
+        and not done.stderr
+    )
 
 
 def test_fault_6_every_evaluation_reads_the_same_windows_and_no_others(here, monkeypatch):
     """All of the first --eval-tokens, from the first window on, at each of four evaluations, whatever the seed."""
     read, original = [], data.sequences
-    monkeypatch.setattr(data, "sequences", lambda tokens, *a: read.append((len(tokens), a)) or original(tokens, *a))
+    monkeypatch.setattr(
+        data, "sequences", lambda tokens, *a: read.append((len(tokens), a)) or original(tokens, *a)
+    )
     assert run("--method", "muon", "--out", "r", "--seed", "7") == 0
     held_out = data.prepare("text.txt", data.tokenizer("bytes"), 16).meta["val_tokens"]
-    evaluations = [(context, seed, list(numbers)) for n, (context, seed, numbers) in read if n == held_out]
+    evaluations = [
+        (context, seed, list(numbers)) for n, (context, seed, numbers) in read if n == held_out
+    ]
     expected = [(16, 0, [*range(i, i + 4)]) for i in range(0, 40, 4)]
     assert evaluations == 4 * expected
 
@@ -87,7 +115,9 @@ def test_fault_6_every_evaluation_reads_the_same_windows_and_no_others(here, mon
 def test_training_reads_the_batches_that_its_place_says(here, monkeypatch):
     """Warm-up, then each step its own inner batches and its own fresh ones: in order, none twice, none left out."""
     read, original = [], data.batch
-    monkeypatch.setattr(data, "batch", lambda tokens, *place: read.append(place) or original(tokens, *place))
+    monkeypatch.setattr(
+        data, "batch", lambda tokens, *place: read.append(place) or original(tokens, *place)
+    )
     assert run("--method", "gn", "--out", "r", "--seed", "5") == 0
     assert read == [(16, 4, 5, index) for index in range(2 + 3 * 6)]
 
@@ -106,10 +136,16 @@ def test_target_loss_stops_the_run(here, capsys):
     assert run("--method", "gn", "--out", "whole", "--steps", "4") == 0
     losses = [row["val_loss"] for row in rows("whole")]
     assert losses[3] < losses[1]
-    assert run("--method", "gn", "--out", "r", "--steps", "4", "--target-loss", str(losses[1] + 1e-6)) == 0
+    assert (
+        run("--method", "gn", "--out", "r", "--steps", "4", "--target-loss", str(losses[1] + 1e-6))
+        == 0
+    )
     assert [row["val_loss"] for row in rows("r")] == losses[:2]
     tokens = rows("r")[1]["tokens"]
-    assert f"{losses[1] + 1e-6} reached after 1 outer steps, {tokens:,} tokens" in capsys.readouterr().out
+    assert (
+        f"{losses[1] + 1e-6} reached after 1 outer steps, {tokens:,} tokens"
+        in capsys.readouterr().out
+    )
     assert run("--method", "gn", "--out", "s", "--steps", "1", "--target-loss", "0.01") == 0
     assert "target loss 0.01 not reached" in capsys.readouterr().out
 
@@ -117,7 +153,21 @@ def test_target_loss_stops_the_run(here, capsys):
 def test_reading_the_corpus_more_than_once_is_said(here, capsys):
     assert run("--method", "gn", "--out", "a") == 0
     assert "the corpus" not in capsys.readouterr().out
-    assert run("--method", "gn", "--out", "b", "--batch", "19200", "--steps", "5", "--inner-batch", "300") == 0
+    assert (
+        run(
+            "--method",
+            "gn",
+            "--out",
+            "b",
+            "--batch",
+            "19200",
+            "--steps",
+            "5",
+            "--inner-batch",
+            "300",
+        )
+        == 0
+    )
     assert "the run reads 192," in capsys.readouterr().out
 
 
@@ -145,7 +195,9 @@ def test_a_warm_up_belongs_to_its_text(here):
 def test_the_warm_up_is_adamw_on_single_inner_batches(here, monkeypatch):
     """Section 5: at a constant learning rate, here after a linear rise over the first tenth."""
     seen, original = [], baselines.init
-    monkeypatch.setattr(baselines, "init", lambda params, config: seen.append(config) or original(params, config))
+    monkeypatch.setattr(
+        baselines, "init", lambda params, config: seen.append(config) or original(params, config)
+    )
     assert run("--method", "gn", "--out", "r") == 0
     assert type(seen[0]) is baselines.AdamW and (seen[0].inner_steps, seen[0].outer_steps) == (1, 2)
     assert (seen[0].lr, seen[0].schedule, seen[0].warmup) == (0.002, "constant", 0.1)
@@ -157,13 +209,21 @@ def test_a_diverging_warm_up_is_not_kept(here, capsys):
     assert not list(Path("data").glob("warmup-*"))
 
 
-def test_a_diverging_run_ends_with_its_last_good_checkpoint_and_says_so_ever_after(here, capsys, monkeypatch):
+def test_a_diverging_run_ends_with_its_last_good_checkpoint_and_says_so_ever_after(
+    here, capsys, monkeypatch
+):
     assert run("--method", "adamw", "--out", "r", "--lr", "1e30", "--steps", "9") == 1
     first = capsys.readouterr().err
     assert "try a smaller --lr" in first and first.count("\n") == 1
-    assert all(np.isfinite(a).all() for name, a in everything("r").items() if name.startswith(".params"))
+    assert all(
+        np.isfinite(a).all() for name, a in everything("r").items() if name.startswith(".params")
+    )
     *good, last = rows("r")
-    assert all(np.isfinite(row["val_loss"]) for row in good) and last["val_loss"] is None and last["diverged"] in first
+    assert (
+        all(np.isfinite(row["val_loss"]) for row in good)
+        and last["val_loss"] is None
+        and last["diverged"] in first
+    )
     assert last["step"] == good[-1]["step"] + 1
     monkeypatch.setattr(train, "train", None)
     assert run("--method", "adamw", "--out", "r", "--lr", "1e30", "--steps", "9") == 1
@@ -188,18 +248,36 @@ def test_a_grid_is_every_combination_one_after_another(here, capsys, monkeypatch
         assert ("diverged" in log[-1]) == (lr == 1e30)
         if lr == 0.01:
             assert (
-                run("--method", method, "--lr", "0.01", "--schedule", "cosine", "--average", "0", "--out", method) == 0
+                run(
+                    "--method",
+                    method,
+                    "--lr",
+                    "0.01",
+                    "--schedule",
+                    "cosine",
+                    "--average",
+                    "0",
+                    "--out",
+                    method,
+                )
+                == 0
             )
             assert without_time(rows(method)) == without_time(log)
     table = [line.split() for line in out.split("val_loss")[-1].splitlines()[1:]]
-    finals = sorted((log[-1]["val_loss"], method, str(lr)) for (method, lr), log in logs.items() if lr < 1)
-    assert [(f"{loss:.4f}", method, lr) for loss, method, lr in finals] == [(r[0], r[3], r[4]) for r in table[:2]]
+    finals = sorted(
+        (log[-1]["val_loss"], method, str(lr)) for (method, lr), log in logs.items() if lr < 1
+    )
+    assert [(f"{loss:.4f}", method, lr) for loss, method, lr in finals] == [
+        (r[0], r[3], r[4]) for r in table[:2]
+    ]
     assert [row[0] for row in table[2:]] == ["diverged"] * 2
     capsys.readouterr()
     monkeypatch.setattr(train, "outer_step", None)  # nothing is trained again
     monkeypatch.setattr(train, "warm_up", None)
     assert run(*GRID) == 0
-    assert [line.split() for line in capsys.readouterr().out.split("val_loss")[-1].splitlines()[1:]] == table
+    assert [
+        line.split() for line in capsys.readouterr().out.split("val_loss")[-1].splitlines()[1:]
+    ] == table
 
 
 def test_a_grid_with_a_bad_member_is_refused_before_anything_runs(here, capsys):
@@ -222,7 +300,10 @@ def test_evaluations_are_as_far_apart_as_flags_say(here):
     some, every = rows("r"), {row["step"]: row for row in rows("s")}
     assert [row["step"] for row in some] == [0, 2, 4, 5] and list(every) == [0, 1, 2, 3, 4, 5]
     for row in some:
-        assert row["val_loss"] == every[row["step"]]["val_loss"] and row["tokens"] == every[row["step"]]["tokens"]
+        assert (
+            row["val_loss"] == every[row["step"]]["val_loss"]
+            and row["tokens"] == every[row["step"]]["tokens"]
+        )
     assert_same(everything("r"), everything("s"))
     line = "--model tiny --method muon --batch 1024 --eval-tokens 65536 --data text.txt".split()
     assert train.configure(line).values["eval_every"] == 64
@@ -232,7 +313,9 @@ def test_evaluations_are_as_far_apart_as_flags_say(here):
 @pytest.mark.parametrize("every", ["1", "4"])
 def test_refused_steps_are_counted_between_evaluations_too(here, capsys, every):
     """At this lr the line search refuses steps; the summary says how many, whatever --eval-every is."""
-    assert run("--method", "gn", "--out", "r", "--steps", "8", "--lr", "3", "--eval-every", every) == 0
+    assert (
+        run("--method", "gn", "--out", "r", "--steps", "8", "--lr", "3", "--eval-every", every) == 0
+    )
     refused = sum(row["refused"] or 0 for row in rows("r"))
     assert f"{refused} steps were refused" in capsys.readouterr().out and refused > 1
     if every == "1":
@@ -242,9 +325,13 @@ def test_refused_steps_are_counted_between_evaluations_too(here, capsys, every):
 def test_what_is_saved_as_config_is_what_is_run(here):
     """Defaults that depend on other settings are in config.json as they came out, and tuned ones go with their like."""
     value = lambda name, *line: train.configure(["--model", "tiny", *line]).values[name]
-    assert value("average", "--method", "gn_prox") == 0.99 and value("average", "--method", "gn") == 0
+    assert (
+        value("average", "--method", "gn_prox") == 0.99 and value("average", "--method", "gn") == 0
+    )
     assert value("average", "--method", "gn_prox", "--line-search", "5") == 0
-    assert value("average", "--method", "muon") == 0.4 and value("warmup", "--method", "muon") == 0.3
+    assert (
+        value("average", "--method", "muon") == 0.4 and value("warmup", "--method", "muon") == 0.3
+    )
     assert value("average", "--method", "muon", "--schedule", "cosine") == 0
     assert value("warmup", "--method", "muon", "--schedule", "cosine", "--warmup", "0.2") == 0.2
     assert value("steps") == 10 and value("steps", "--tokens", "2m") == 15
@@ -269,7 +356,18 @@ def test_a_folder_that_cannot_be_written_is_status_1(here, capsys):
 def test_the_paper_sizes():
     """Section 5 at 4M tokens, 32 x 1024 an inner batch: N = 122 inner steps, the exact batch, the number of steps."""
     r = train.configure(
-        ["--model", "45m", "--data", "stdlib", "--tokenizer", "bytes", "--batch", "4m", "--tokens", "900m"]
+        [
+            "--model",
+            "45m",
+            "--data",
+            "stdlib",
+            "--tokenizer",
+            "bytes",
+            "--batch",
+            "4m",
+            "--tokens",
+            "900m",
+        ]
     )
     assert (r.settings.inner_steps, r.config.batch, r.config.steps) == (122, 122 * 32 * 1024, 225)
     assert r.warmup_batches == round(45_000_000 / 32768)
@@ -281,34 +379,69 @@ def test_the_papers_settings(name, heads, inner_batch):
     flags = ["--model", name, "--data", "stdlib", "--tokenizer", "bytes"]
     of = lambda method: train.configure([*flags, "--method", method])
     run, network = of("gn"), of("gn").network
-    assert (network.n_heads, network.n_kv_heads, network.mlp, network.qk_norm) == (heads, heads, "gelu", True)
-    assert (network.context, run.config.inner_batch, run.values["tokens"]) == (1024, inner_batch, 20 * run.parameters)
+    assert (network.n_heads, network.n_kv_heads, network.mlp, network.qk_norm) == (
+        heads,
+        heads,
+        "gelu",
+        True,
+    )
+    assert (network.context, run.config.inner_batch, run.values["tokens"]) == (
+        1024,
+        inner_batch,
+        20 * run.parameters,
+    )
     assert train.DEFAULTS[name]["batch"] == 4_000_000 and run.config.warmup_lr == 0.002
     assert run.config.warmup_fraction == 0.05
-    fixed = {"lr": 0.01, "schedule": "constant+inner cosine", "momentum": 0.95, "weight_decay": 0.001, "clip": 1.0}
+    fixed = {
+        "lr": 0.01,
+        "schedule": "constant+inner cosine",
+        "momentum": 0.95,
+        "weight_decay": 0.001,
+        "clip": 1.0,
+    }
     fixed |= {"line_search": 5, "damping": 0.0, "average": 0.0, "inner": "muon", "guard": True}
     assert {key: getattr(run.settings, key) for key in fixed} == fixed
     prox, layerwise = of("gn_prox").settings, of("layerwise_gn").settings
     assert (prox.schedule, prox.line_search, prox.average) == ("global cosine", 0, 0.999)
-    assert (layerwise.schedule, layerwise.line_search, layerwise.objective) == (fixed["schedule"], 10, "quadratic")
+    assert (layerwise.schedule, layerwise.line_search, layerwise.objective) == (
+        fixed["schedule"],
+        10,
+        "quadratic",
+    )
     lr = {method: of(method).settings.lr for method in ("adamw", "muon", "soap")}
     assert lr == {"adamw": 0.003, "muon": 0.03, "soap": 0.03}
-    assert (of("adamw").settings.b1, of("adamw").settings.b2, of("muon").settings.momentum) == (0.9, 0.95, 0.95)
-    assert (of("soap").settings.b1, of("soap").settings.b2, of("soap").settings.frequency) == (0.9, 0.9, 1)
+    assert (of("adamw").settings.b1, of("adamw").settings.b2, of("muon").settings.momentum) == (
+        0.9,
+        0.95,
+        0.95,
+    )
+    assert (of("soap").settings.b1, of("soap").settings.b2, of("soap").settings.frequency) == (
+        0.9,
+        0.9,
+        1,
+    )
 
 
 def test_the_readmes_commands_are_valid(capsys):
     """Each `python train.py ..` line of the README, on a corpus that every machine has: its runs, the paper's sizes."""
     text = (Path(train.__file__).parent / "README.md").read_text()
-    lines = [line.split("#")[0].split()[2:] for line in text.splitlines() if line.startswith("python train.py")]
+    lines = [
+        line.split("#")[0].split()[2:]
+        for line in text.splitlines()
+        if line.startswith("python train.py")
+    ]
     runs = [
-        [train.configure([*member, "--data", "stdlib", "--tokenizer", "bytes"]) for member in flags.expand(line)]
+        [
+            train.configure([*member, "--data", "stdlib", "--tokenizer", "bytes"])
+            for member in flags.expand(line)
+        ]
         for line in lines
     ]
     assert [len(members) for members in runs] == [1, 1, 5, 1, 27]
     assert runs[0][0].config.target_loss == 3.25 and runs[0][0].settings.line_search == 5
-    assert runs[1][0].settings.inner_steps == 305 and runs[1][0].settings.line_search == 10  # 40m / (128 x 1024)
+    assert (
+        runs[1][0].settings.inner_steps == 305 and runs[1][0].settings.line_search == 10
+    )  # 40m / (128 x 1024)
     assert [run.config.steps for run in runs[2]] == [2543, 738, 249, 75, 25]  # 3b / batch
     assert runs[3][0].settings.inner_steps == 1
     assert len({run.config.out for run in runs[4]}) == 27  # no two members of a grid share a folder
-

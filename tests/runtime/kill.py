@@ -24,11 +24,21 @@ FLAGS += " --inner-batch 4 --tokens 40k --eval-tokens 640 --eval-every 3 --steps
 
 def command(method, out):
     """Saves after nearly every inner step, so that a kill often comes while one is written."""
-    return [sys.executable, str(ROOT / "train.py"), "--method", method, *FLAGS.split(), "--out", out]
+    return [
+        sys.executable,
+        str(ROOT / "train.py"),
+        "--method",
+        method,
+        *FLAGS.split(),
+        "--out",
+        out,
+    ]
 
 
 def write_text():
-    lines = (f"{i} {i * i} the cat sat on mat {i % 7}\n" + "\n" * (i % 50 == 49) for i in range(4000))
+    lines = (
+        f"{i} {i * i} the cat sat on mat {i % 7}\n" + "\n" * (i % 50 == 49) for i in range(4000)
+    )
     Path("text.txt").write_text("".join(lines))
 
 
@@ -37,7 +47,9 @@ def end(out):
     with np.load(Path(out) / "checkpoint.npz", allow_pickle=False) as arrays:
         arrays = {name: arrays[name].tobytes() for name in arrays}
     rows = [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
-    return arrays, [{k: v for k, v in row.items() if k not in ("seconds", "input_wait")} for row in rows]
+    return arrays, [
+        {k: v for k, v in row.items() if k not in ("seconds", "input_wait")} for row in rows
+    ]
 
 
 def survive(kills, methods=("gn", "muon", "layerwise_gn", "gn_prox"), seed=0):
@@ -52,11 +64,16 @@ def survive(kills, methods=("gn", "muon", "layerwise_gn", "gn_prox"), seed=0):
         for path in Path("data").glob("warmup-*"):
             path.unlink()
 
-    finish = lambda method, out: subprocess.run(command(method, out), capture_output=True, text=True, env=env)
+    finish = lambda method, out: subprocess.run(
+        command(method, out), capture_output=True, text=True, env=env
+    )
     for i in range(kills):
         method = methods[i % len(methods)]
         if method not in alone:
-            for name in (f"first-{method}", f"alone-{method}"):  # the first one fills the cache of compiled programs
+            for name in (
+                f"first-{method}",
+                f"alone-{method}",
+            ):  # the first one fills the cache of compiled programs
                 forget()
                 start = time.monotonic()
                 done = finish(method, name)
@@ -73,7 +90,9 @@ def survive(kills, methods=("gn", "muon", "layerwise_gn", "gn_prox"), seed=0):
         hit = process.wait() < 0
         left = sorted(path.name for path in Path(out).glob("*")) if Path(out).exists() else []
         done = finish(method, out)
-        right = done.returncode == 0 and end(out) == expected and not list(Path(".").rglob("*.draft"))
+        right = (
+            done.returncode == 0 and end(out) == expected and not list(Path(".").rglob("*.draft"))
+        )
         seen.append((method, wait, hit, left, right))
         how = "the same end" if right else done.stderr or "ANOTHER END"
         when = f"killed after {wait:4.1f} s" if hit else "done before it was killed"
@@ -86,7 +105,9 @@ def die_at(point, words):
     count = itertools.count(1)
 
     def counted(original):
-        return lambda *args, **options: next(count) == point and os.kill(os.getpid(), 9) or original(*args, **options)
+        return lambda *args, **options: (
+            next(count) == point and os.kill(os.getpid(), 9) or original(*args, **options)
+        )
 
     for name in ("replace", "link", "unlink", "fsync"):
         setattr(os, name, counted(getattr(os, name)))
@@ -102,7 +123,10 @@ def points(every=1):
     """Of a kill at every so many-th point: (point, whether it hit, if the end is right). In an empty current folder."""
     write_text()
     seen, env = [], os.environ | {"JAX_PLATFORMS": "cpu"}
-    flags = [*FLAGS.split(), *"--steps 1 --tokens 2k --batch 192".split()]  # of a flag given twice the last one counts
+    flags = [
+        *FLAGS.split(),
+        *"--steps 1 --tokens 2k --batch 192".split(),
+    ]  # of a flag given twice the last one counts
 
     def start(point, out):
         """From nothing but compiled programs."""
@@ -111,7 +135,17 @@ def points(every=1):
         return go_on(point, out)
 
     def go_on(point, out):
-        words = [sys.executable, __file__, "at", str(point), "--method", "muon", *flags, "--out", out]
+        words = [
+            sys.executable,
+            __file__,
+            "at",
+            str(point),
+            "--method",
+            "muon",
+            *flags,
+            "--out",
+            out,
+        ]
         return subprocess.run(words, capture_output=True, text=True, env=env)
 
     start(0, "first")
@@ -120,9 +154,16 @@ def points(every=1):
     for point in range(1, number + 1, every):
         hit = start(point, f"at-{point}").returncode == -9
         done = go_on(0, f"at-{point}")
-        right = done.returncode == 0 and end(f"at-{point}") == expected and not list(Path(".").rglob("*.draft"))
+        right = (
+            done.returncode == 0
+            and end(f"at-{point}") == expected
+            and not list(Path(".").rglob("*.draft"))
+        )
         seen.append((point, hit, right))
-        print(f"point {point:3} of {number}: {'the same end' if right else done.stderr or 'ANOTHER END'}", flush=True)
+        print(
+            f"point {point:3} of {number}: {'the same end' if right else done.stderr or 'ANOTHER END'}",
+            flush=True,
+        )
     return seen
 
 

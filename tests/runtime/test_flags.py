@@ -12,7 +12,10 @@ from runtime import flags
     "line, lines",
     [
         ("--lr 1,2 --seed 3", ["--lr 1 --seed 3", "--lr 2 --seed 3"]),
-        ("--lr=1,2 --seed 3,4", ["--lr=1 --seed 3", "--lr=1 --seed 4", "--lr=2 --seed 3", "--lr=2 --seed 4"]),
+        (
+            "--lr=1,2 --seed 3,4",
+            ["--lr=1 --seed 3", "--lr=1 --seed 4", "--lr=2 --seed 3", "--lr=2 --seed 4"],
+        ),
         ("--out a,b --lr 1,1", ["--out a,b --lr 1"]),
         ("--out=a,b", ["--out=a,b"]),
         ("", [""]),
@@ -53,7 +56,8 @@ def test_no_two_configs_share_a_flag():
 
 
 @pytest.mark.parametrize(
-    "text, value", [("400k", 400_000), ("1.2m", 1_200_000), ("3b", 3_000_000_000), ("32", 32), ("1_000", 1000)]
+    "text, value",
+    [("400k", 400_000), ("1.2m", 1_200_000), ("3b", 3_000_000_000), ("32", 32), ("1_000", 1000)],
 )
 def test_counts(text, value):
     assert flags.count(text) == value
