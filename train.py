@@ -105,42 +105,32 @@ PAPER = {
     "batch": 4_000_000,
     "eval_tokens": 10 * 128 * 1024,  # the paper: ten times as many
 }
+LAPTOP = {
+    "data": "stdlib",
+    "tokenizer": "bytes",
+    "batch": 131_072,
+    "eval_tokens": 65_536,
+    "steps": 10,  # half of 20 tokens per parameter, unless --tokens is given
+}
 DEFAULTS = {  # of flags, for each model
-    "tiny": {
-        "data": "stdlib",
-        "tokenizer": "bytes",
-        "batch": 131_072,
-        "inner_batch": 8,
-        "eval_tokens": 65_536,
-        "steps": 10,  # half of 20 tokens per parameter, unless --tokens is given
-    },
+    "tiny": LAPTOP | {"inner_batch": 8},
     "45m": PAPER | {"inner_batch": 32},
     "150m": PAPER | {"inner_batch": 128},
 }
 TUNED = {  # of flags, for each model and method: the best of the tuning grids
-    ("tiny", "gn"): {"lr": 0.02, "schedule": "global cosine"},
-    ("tiny", "gn_prox"): {"lr": 0.015, "average": 0.99},
-    ("tiny", "layerwise_gn"): {"lr": 0.03, "schedule": "global cosine"},
-    ("tiny", "adamw"): {
-        "lr": 0.015,
-        "schedule": "constant",
-        "warmup": 0.5,
-        "b2": 0.99,
-        "average": 0.3,
-    },
-    ("tiny", "muon"): {
-        "lr": 0.06,
-        "schedule": "constant",
-        "warmup": 0.3,
-        "momentum": 0.9,
-        "average": 0.4,
-    },
-    ("tiny", "soap"): {
-        "lr": 0.03,
-        "schedule": "constant",
-        "warmup": 0.5,
-        "b2": 0.7,
-        "average": 0.3,
+    "tiny": {
+        "gn": {"lr": 0.02, "schedule": "global cosine"},
+        "gn_prox": {"lr": 0.015, "average": 0.99},
+        "layerwise_gn": {"lr": 0.03, "schedule": "global cosine"},
+        "adamw": {"lr": 0.015, "schedule": "constant", "warmup": 0.5, "b2": 0.99, "average": 0.3},
+        "muon": {
+            "lr": 0.06,
+            "schedule": "constant",
+            "warmup": 0.3,
+            "momentum": 0.9,
+            "average": 0.4,
+        },
+        "soap": {"lr": 0.03, "schedule": "constant", "warmup": 0.5, "b2": 0.7, "average": 0.3},
     },
 }
 
@@ -156,7 +146,6 @@ class Run(NamedTuple):
     tokenizer: Tokenizer
     parameters: int  # how many the network has
     values: dict  # {flag: value}, as they came out
-    defaults: dict  # {flag: value} of the fields
 
     @property
     def inner_tokens(self):
@@ -204,7 +193,7 @@ def parse(argv):
     method = flags.peek(argv, "method", Config.method, METHODS)
     preset = flags.peek(argv, "model", Config.model, model.PRESETS)
     fields = fields_of_all(method)
-    tuned = TUNED.get((preset, method), {})
+    tuned = TUNED.get(preset, {}).get(method, {})
 
     # A default comes from the field, unless one of the next lines has another.
     values = {name: flag.default for name, flag in fields.items()}
@@ -265,7 +254,6 @@ def configure(argv, home=None):
         tokenizer=ids,
         parameters=parameters,
         values=values,
-        defaults={name: flag.default for name, flag in fields_of_all(config.method).items()},
     )
     if run.batches >= 2**31:
         required = "they must be below 2^31: raise --inner-batch"
@@ -637,7 +625,9 @@ def identity(run, corpus=None):
 
 def check_folder(run, corpus=None):
     """Raises ValueError if the run's folder holds anything else."""
-    checkpoint.check_folder(run.config.out, identity(run, corpus), run.defaults)
+    fields = fields_of_all(run.config.method)
+    defaults = {name: flag.default for name, flag in fields.items()}
+    checkpoint.check_folder(run.config.out, identity(run, corpus), defaults)
 
 
 def prepare_all(runs):

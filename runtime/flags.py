@@ -127,7 +127,7 @@ def check_choice(config, name, valid):
     """Raises ValueError if a field is not one of the valid values."""
     value = getattr(config, name)
     if value not in valid:
-        raise ValueError(f"{name} is {value!r}; valid: {', '.join(valid)}")
+        raise ValueError(f"{name} is {value!r}; valid: {', '.join(map(str, valid))}")
 
 
 def readable(limit):

@@ -1,7 +1,7 @@
 """Strict mode for every test, and the small models that they share.
 
-Warnings are errors (see pyproject.toml), and so are shapes that NumPy would promote and a connection
-to anywhere. There are four devices, as on a machine with four GPUs.
+Warnings are errors (see pyproject.toml), and so are shapes that NumPy would promote and a
+connection to anywhere. There are four devices, as on a machine with four GPUs.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ def no_network(monkeypatch):
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled_programs():
-    """They are freed after each file: a process that maps too many ends with a segmentation fault."""
+    """They are freed after each file: a process that maps too many of them crashes."""
     yield
     jax.clear_caches()
 
@@ -143,11 +143,11 @@ def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-# ---- runs by the command line ---------------------------------------------------------------------------------------
+# ---- runs by the command line ----
 
-SMALL = "--model tiny --d-model 8 --d-ff 8 --n-layers 1 --n-heads 2 --n-kv-heads 2".split()
-SMALL += "--context 16 --batch 192 --inner-batch 4 --tokens 2k".split()
-SMALL += "--eval-tokens 640 --eval-every 1 --steps 3".split()
+COMMAND = """--model tiny --d-model 8 --d-ff 8 --n-layers 1 --n-heads 2 --n-kv-heads 2 --context 16
+--batch 192 --inner-batch 4 --tokens 2k --eval-tokens 640 --eval-every 1 --steps 3"""
+SMALL = COMMAND.split()  # of a small model
 SEARCH = ("gn", "layerwise_gn")  # the methods with a line search by default
 
 

@@ -1,4 +1,4 @@
-"""Runs that are stopped or damaged go on, and end in bitwise the same state; nothing on disk is half written."""
+"""Runs that are stopped or damaged resume and end bitwise the same; nothing is half written."""
 
 import json
 import os
@@ -48,9 +48,10 @@ def assert_same_run(one, two):
 
 @pytest.mark.parametrize("method", list(train.METHODS))
 def test_fault_8_a_run_that_is_stopped_anywhere_goes_on_bitwise(here, method):
-    """SIGTERM at the n-th batch, n all over a run: status 143; the same command then ends in the same state.
+    """SIGTERM at the n-th batch, for n all over a run: status 143. The same command then resumes.
 
-    Inner iterate, momentum, place in the schedule and in the data, sums and averages: all of it is in the checkpoint.
+    Its end is the same: inner iterate, momentum, place in the schedule and in the data, sums and
+    averages are all in the checkpoint.
     """
     assert run("--method", method, "--out", "whole") == 0
     for n in range(0, 3 * (6 if method in SEARCH else 3), 4):
@@ -61,7 +62,7 @@ def test_fault_8_a_run_that_is_stopped_anywhere_goes_on_bitwise(here, method):
 
 
 def test_fault_8_a_resumed_run_reads_no_batch_again_and_counts_its_tokens(here):
-    """Stopped in its second outer step: the two commands together read each batch once, in order."""
+    """Stopped in its second outer step: both commands together read each batch once, in order."""
     with signal_at(2 + 3 + 1) as before:
         assert run("--method", "muon", "--out", "r") == 143
     with signal_at(-1) as after:
@@ -79,7 +80,7 @@ def forget_warm_ups():
 
 @pytest.mark.parametrize("n", [0, 3, 6])
 def test_a_warm_up_that_is_stopped_goes_on_bitwise(here, n):
-    """SIGTERM at batch n of its 8: the next command begins with the one behind; nothing is left beside the run."""
+    """SIGTERM at batch n of its 8: the next command begins with batch n + 1."""
     flags = ["--method", "muon", "--tokens", "10k"]
     assert run(*flags, "--out", "whole") == 0
     forget_warm_ups()
@@ -96,7 +97,7 @@ def test_a_warm_up_that_is_stopped_goes_on_bitwise(here, n):
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_warm_up_is_saved_when_minutes_have_passed(here, capsys, damaged):
-    """With --save-every almost nothing after each step: a crash loses none, or all where what it left is damaged."""
+    """With --save-every almost nothing, a crash loses no step, unless what it left is damaged."""
     flags, original = ["--method", "muon", "--tokens", "10k", "--save-every", "1e-9"], data.batch
     assert run(*flags, "--out", "whole") == 0
     forget_warm_ups()
@@ -151,7 +152,7 @@ OUTSIDE = [(data, "write"), (data.Ahead, "__call__"), (train, "evaluate"), (chec
 
 @pytest.mark.parametrize("module, name", OUTSIDE)
 def test_a_signal_outside_of_steps_ends_the_run_too(here, capsys, module, name):
-    """While the corpus is tokenized, in the warm-up, in an evaluation, while saving: one line, nothing broken."""
+    """While the text is tokenized, in the warm-up, in an evaluation, while saving: one line."""
     with signal_at(0, module, name, signal.SIGINT):
         assert run("--method", "gn", "--out", "r") == 130
     err = capsys.readouterr().err
@@ -171,7 +172,7 @@ def test_a_signal_in_an_evaluation_does_not_lose_the_step_before(here):
 
 
 def test_a_signal_right_after_a_save_leaves_that_save(here):
-    """What it holds is newer than the last inner step that was seen, which must not be written over it."""
+    """It is newer than the state after the last inner step, which must not be written over it."""
     original = checkpoint.save
 
     def save(path, tree):
@@ -195,32 +196,8 @@ def test_stopped_between_evaluations_it_goes_on_bitwise(here):
         assert_same_run(f"r{n}", "whole")
 
 
-def test_conjugate_gradients_are_not_lost_to_a_signal(here):
-    """Killed in the evaluation after its third step, the first one: the third solve is in the checkpoint."""
-    cg = [
-        "--method",
-        "gn",
-        "--inner",
-        "cg",
-        "--steps",
-        "3",
-        "--eval-every",
-        "3",
-        "--cg-steps",
-        "3",
-        "--damping",
-        "1",
-    ]
-    assert run(*cg, "--out", "whole") == 0
-    with signal_at(1, train, "evaluate", signal.SIGINT):
-        assert run(*cg, "--out", "r") == 130
-    assert (everything("r")[".t"], everything("r")[".k"]) == (2, 3)
-    assert run(*cg, "--out", "r") == 0
-    assert_same_run("r", "whole")
-
-
 def test_a_grid_in_a_folder_of_its_own_and_stopped_goes_on(here, capsys):
-    """--out is the folder of the runs' folders; SIGTERM in the second member: the same command finishes the rest."""
+    """--out is the folder of the runs' folders. After SIGTERM the same command does the rest."""
     with signal_at(2 + 3 * 3 + 4):
         assert run("--method", "muon", "--lr", "0.01,0.02", "--out", "grid") == 143
     assert "the same command goes on" in capsys.readouterr().err
@@ -232,7 +209,7 @@ def test_a_grid_in_a_folder_of_its_own_and_stopped_goes_on(here, capsys):
 
 
 def test_a_signal_after_a_member_diverged_does_not_save_that_member_for_the_next(here):
-    """SIGTERM in the warm-up of the second member of a grid, the first having diverged inside its steps."""
+    """SIGTERM in the warm-up of the second member of a grid, after the first has diverged."""
     with signal_at(-1) as first:
         assert run("--method", "muon", "--lr", "1e30", "--out", "first") == 1
     with signal_at(len(first) + 1):
@@ -243,7 +220,7 @@ def test_a_signal_after_a_member_diverged_does_not_save_that_member_for_the_next
 
 
 def test_a_log_ahead_of_its_checkpoint_is_cut_back(here):
-    """A crash between the log and the checkpoint of a step: the same command makes the step and its row again, once.
+    """A crash between the log and the checkpoint of a step: the step and its row are made again.
 
     What the row says then counts no more: on a GPU, the step made again may come to another loss.
     """
@@ -266,7 +243,7 @@ def test_a_log_ahead_of_its_checkpoint_is_cut_back(here):
 
 
 def test_ctrl_c_ends_a_real_process_cleanly(here):
-    """python train.py, SIGINT while it trains: exit status 130, no traceback, and a checkpoint that can be read."""
+    """SIGINT to `python train.py`: status 130, no traceback, a checkpoint that can be read."""
     flags = ["--data", "text.txt", "--method", "gn", "--out", "r", "--steps", "100000"]
     command = [sys.executable, train.__file__, *SMALL, *flags]
     process = subprocess.Popen(
@@ -288,18 +265,17 @@ def test_a_signal_ends_a_program_at_once_and_a_run_at_its_next_safe_point():
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     saved = []
     saver = live.Saver(saved.append, minutes=60)
-    with live.Signals() as signals:
-        with signals.deferred():
-            saver.newest = "a state"
+    with live.Signals() as signals, signals.deferred():
+        saver.newest = "a state"
+        live.safe_point(signals, saver)
+        assert saved == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(live.Stop):
             live.safe_point(signals, saver)
-            assert saved == []
-            os.kill(os.getpid(), signal.SIGTERM)
-            with pytest.raises(live.Stop):
-                live.safe_point(signals, saver)
-            assert saved == ["a state"] and saver.newest is None
-            with pytest.raises(live.Stop):
-                live.safe_point(signals, saver)
-            assert saved == ["a state"] and signals.number == signal.SIGTERM
+        assert saved == ["a state"] and saver.newest is None
+        with pytest.raises(live.Stop):
+            live.safe_point(signals, saver)
+        assert saved == ["a state"] and signals.number == signal.SIGTERM
     with live.Signals(), pytest.raises(live.Stop):
         os.kill(os.getpid(), signal.SIGINT)
     assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
@@ -389,7 +365,7 @@ def test_after_a_damaged_checkpoint_the_one_before_is_taken(here, capsys):
 
 
 def test_whatever_is_damaged_in_a_checkpoint_is_said_or_harmless(tmp_path):
-    """Any byte changed, or an end missing: ValueError in one line, or the arrays are as they were."""
+    """A byte changed or an end missing: ValueError in one line, or the arrays are as they were."""
     tree, path, said = (
         {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "t": np.int32(3)},
         tmp_path / "a.npz",
@@ -447,7 +423,7 @@ def test_a_save_that_reads_back_wrong_leaves_the_one_before(here, capsys, monkey
 
 @contextmanager
 def full_disk(size):
-    """Within it, a write beyond the first `size` bytes of a file fails, as on a disk that is full."""
+    """Within it, a write beyond the first `size` bytes of a file fails, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -457,7 +433,7 @@ def full_disk(size):
 
 
 def test_on_a_full_disk_a_run_ends_with_one_line_and_goes_on_when_there_is_room(here, capsys):
-    """In the warm-up, at the first save, while the text is tokenized: the file is named, and the end is the same."""
+    """In the warm-up, at the first save, while the text is tokenized: the file is named."""
     flags = ["--method", "gn", "--save-every", "1e-9"]
     assert run(*flags, "--out", "whole") == 0
     (warm_up,) = Path("data").glob("warmup-*.npz")
@@ -504,7 +480,12 @@ def test_a_folder_that_is_in_use_is_refused(here, capsys):
     assert "r is in use by another run; give another --out" in err and err.count("\n") == 1
     assert [path.name for path in Path("r").iterdir()] == ["lock"]
     assert run("--method", "muon", "--out", "r") == 0
-    code = "from runtime import checkpoint; hold = checkpoint.alone('r'); hold.__enter__(); print('held', flush=True); input()"
+    code = """
+from runtime import checkpoint
+with checkpoint.alone("r"):
+    print("held", flush=True)
+    input()
+"""
     environment = AS_A_USER | {"PYTHONPATH": str(Path(train.__file__).parent)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     holder = subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes)
@@ -538,13 +519,13 @@ def test_killed_at_random_moments_runs_end_the_same(here, monkeypatch):
     """Three of the twenty kills of `python tests/runtime/kill.py`."""
     seen = kill.survive(3, ("gn",), seed=1)
     assert len(seen) == 3 and all(right for *_, right in seen), seen
-    assert any(hit and "checkpoint.npz" in left for _, _, hit, left, _ in seen), seen
+    assert any(hit and "checkpoint.npz" in left for hit, left, _ in seen), seen
 
 
 def test_killed_where_it_counts_runs_end_the_same(here):
-    """At each sixteenth of the places of `python tests/runtime/kill.py`: before a rename, a link, a removal or a sync."""
+    """At each sixteenth of the places of `kill.py`: before a rename, link, removal or sync."""
     seen = kill.points(every=16)
-    assert len(seen) >= 3 and all(hit and right for _, hit, right in seen), seen
+    assert len(seen) >= 3 and all(hit and right for hit, right in seen), seen
 
 
 def test_a_kill_while_a_run_is_begun_leaves_no_folder_that_is_refused(here):
