@@ -418,9 +418,8 @@ def make_warm_up(session, params, key):
     """Trains from params, or from what an earlier run has left: {"params", "loss", "code"}."""
     run = session.run
     steps = run.warmup_batches
-    settings = baselines.AdamW(
-        run.network, 1, steps, lr=run.config.warmup_lr, schedule="constant", warmup=0.1
-    )
+    constant = {"lr": run.config.warmup_lr, "schedule": "constant", "warmup": 0.1}
+    settings = baselines.AdamW(run.network, inner_steps=1, outer_steps=steps, **constant)
     begin = parallel.jit(baselines.init, static_argnums=1)
     # Under its key, so that one of another version of JAX is not taken.
     begun = {key: {"state": begin(params, settings), "code": code_bytes()}}

@@ -16,6 +16,7 @@ import sys
 import zipfile
 import zlib
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -289,6 +290,7 @@ def open_folder(folder, flags):
 # ---- the code that a run was made with ----
 
 
+@cache  # of the code that this process has started with, even if it is edited meanwhile
 def code():
     """A hash of the source files that decide what a run computes."""
     contents = []
