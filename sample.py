@@ -1,6 +1,11 @@
-"""What a model has learnt, for a person to see: text that it goes on with."""
+"""Prints how a trained model continues a text: `python sample.py --out RUN "text"`.
+
+The model is the last one that the run in the folder RUN has saved. Ids are drawn one after another,
+each from the probabilities that the model gives for the place after all the ids so far.
+"""
 
 import json
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -13,55 +18,101 @@ from runtime import checkpoint, files, flags
 from text.tokenizer import tokenizer
 
 LENGTH = 200  # ids at most
-TEMPERATURE = 0.8  # below 1: likelier words
+TEMPERATURE = 0.8  # of the softmax; below 1, likely ids become likelier
 
 
 def read(folder):
-    """The network, the weights (the average where there is one) and the tokenizer of a run.
+    """The network, the weights (their average if the run has one) and the tokenizer of a run.
 
-    Raises ValueError where the folder holds none, or none that has saved its state.
+    Raises ValueError if the folder does not hold a run, or a run that has not saved its state.
     """
     try:
         config = json.loads((Path(folder) / "config.json").read_text())["config"]
-        kinds = {name: flag.kind for name, flag in flags.fields_of(model.Config).items()}
-        if wrong := [name for name, kind in kinds.items() if type(config[name]) is not kind]:
-            raise TypeError(f"its {wrong[0]} is {config[wrong[0]]!r}")
-        network = model.Config(**{name: config[name] for name in kinds})
+        network = read_network(config)
         ids = tokenizer(config["tokenizer"], config["vocab_size"])
-        arrays = checkpoint.read_arrays(Path(folder) / "checkpoint.npz")
-        part = ".average" if ".average['head']" in arrays else ".params"
-        like = jax.eval_shape(partial(model.init, network), jax.random.key(0))
-        params = jax.tree_util.tree_map_with_path(lambda at, _: arrays[part + jax.tree_util.keystr(at)], like)
-        if jax.tree.map(lambda a: (a.shape, a.dtype), params) != jax.tree.map(lambda a: (a.shape, a.dtype), like):
-            raise ValueError("its arrays are not of the sizes that config.json says")
+        params = read_weights(Path(folder) / "checkpoint.npz", network)
     except files.UNREADABLE as error:
-        raise ValueError(f"{folder} holds no run to generate from: {error}") from None
+        raise ValueError(f"{folder} holds no run to sample from: {error}") from None
     return network, params, ids
 
 
-@partial(jax.jit, static_argnums=0)
-def following(network, params, window, n, key):
-    """An id drawn for the place behind the first n of window, int32 [1, T]."""
+def read_network(config):
+    """The network's Config from the flags in config.json. Raises TypeError for a bad value."""
+    sizes = {}
+    for name, flag in flags.fields_of(model.Config).items():
+        sizes[name] = config[name]
+        if type(config[name]) is not flag.kind:
+            raise TypeError(f"its {name} is {config[name]!r}")
+    return model.Config(**sizes)
+
+
+def read_weights(path, network):
+    """The weights to sample from, of a checkpoint of any method.
+
+    Raises ValueError if it is damaged or its arrays are not of the network's sizes.
+    """
+    arrays = checkpoint.read_arrays(path)
+    field = ".params"
+    if ".average['head']" in arrays:
+        field = ".average"
+
+    def find(where, like):
+        a = arrays[field + jax.tree_util.keystr(where)]
+        if (a.shape, a.dtype) != (like.shape, like.dtype):
+            raise ValueError("its arrays are not of the sizes that config.json says")
+        return a
+
+    like = jax.eval_shape(partial(model.init, network), jax.random.key(0))
+    return jax.tree_util.tree_map_with_path(find, like)
+
+
+@partial(jax.jit, static_argnames="network")
+def draw(network, params, window, n, key):
+    """An id drawn for the place after the first n ids of window, int32 [1, T]."""
     h = model.hidden(network, params, window)[0, n - 1]
-    return jax.random.categorical(key, model.head(network, h, params["head"]) / TEMPERATURE)
+    z = model.head(network, h, params["head"])
+    return jax.random.categorical(key, z / TEMPERATURE)
 
 
 def generate(folder, text, seed=0):
-    """The text, and what the model of a run goes on with until a document ends, LENGTH ids at most.
+    """The text, continued by the model of a run until a document ends, or by LENGTH ids.
 
-    Raises ValueError where folder is none of a run.
+    Raises ValueError if the folder is not one of a run.
     """
-    if not folder:
-        raise ValueError("generate needs --out, the folder of a run")
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed is {seed}; it must be at least 0 and below 2^32")
     network, params, tok = read(folder)
     ids = [tok.end_of_text, *tok.encode(text).tolist()]
     for key in jax.random.split(jax.random.key(seed), LENGTH):
         last = ids[-network.context :]
         window = np.zeros((1, network.context), np.int32)
         window[0, : len(last)] = last
-        ids.append(int(following(network, params, jnp.asarray(window), len(last), key)))
-        if ids[-1] == tok.end_of_text:
+        following = int(draw(network, params, jnp.asarray(window), len(last), key))
+        if following == tok.end_of_text:
             break
-    return tok.decode([i for i in ids if i != tok.end_of_text])
+        ids.append(following)
+    return tok.decode(ids[1:])
+
+
+def main(argv=None):
+    """Runs the command line. Returns the exit status: 0; 2 for bad input, said in one line."""
+    parser = flags.Parser(
+        usage='sample.py --out RUN "text" [--seed N]', description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("text", type=flags.utf8, help="what the model continues")
+    parser.add_argument("--out", required=True, type=flags.utf8, help="the folder of a run")
+    parser.add_argument("--seed", default=0, type=flags.count, help="of what is drawn [default 0]")
+    try:
+        options = parser.parse_args(argv)
+        flags.check_range(options, ["seed"], least=0, below=2**32)
+        checkpoint.keep_programs("data/compiled")
+        print(generate(options.out, options.text, options.seed))
+    except ValueError as error:
+        print(f"sample.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("sample.py: stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

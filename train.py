@@ -1,26 +1,27 @@
 """Trains a LLaMA: `python train.py --method gn --model tiny`. `--help` lists every flag.
 
-The flags are the fields of three dataclasses: `Config` here, model.Config, and the method's own. A run is: tokenize
-the corpus once; warm up with AdamW on the first 5% of the tokens, shared by all methods (Section 5); then outer steps
-of the method, evaluated on held-out text, logged and saved. Every batch is a function of seed and step, so a run
-that is stopped and started again with the same command goes on as if nothing had happened. Commas between the values of
-a flag make a grid: a run for each combination, one after another.
+A run tokenizes its text once. It warms up with AdamW on the first 5% of the tokens, the same for
+all methods (Section 5). Then it takes outer steps of its method; now and then it evaluates the
+model on held-out text, logs a row and saves its state. Every batch is a function of seed and step:
+a run that was stopped and is started again with the same command resumes as if it had never been
+stopped.
+
+The flags are the fields of three dataclasses: Config in this file, model.Config, and the Config of
+the method. Commas between the values of a flag make a grid: one run for each combination.
 """
 
-import dataclasses
 import math
-import signal
 import sys
 import time
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from tqdm import tqdm
+import numpy as np
 
 import baselines
 import data
@@ -30,91 +31,133 @@ import gn_prox
 import layerwise_gn
 import model
 import optimizers
-from runtime import checkpoint, files, flags, parallel, report
-from runtime.live import Live, Stop
-from sample import generate
+from runtime import checkpoint, files, flags, live, parallel, report
 from text.tokenizer import Tokenizer, tokenizer
 
-METHODS = {method.__name__: (method, method.Config) for method in (gn, gn_prox, layerwise_gn, gn_cg)}
-METHODS |= {cls.__name__.lower(): (baselines, cls) for cls in (baselines.AdamW, baselines.Muon, baselines.SOAP)}
-DERIVED = ("network", "model", "inner_steps", "outer_steps", "inner_tokens")  # fields of a method's Config that are not flags
-WARMUP_CODE = "attention baselines cross_entropy data documents files flags heads linear mlp model optimizers parallel tokenizer"
-loss = jax.jit(lambda network, *args: parallel.mean(partial(model.loss, network))(*args), static_argnums=0)
+
+class Method(NamedTuple):
+    """A way to train."""
+
+    module: Any  # its file, with the functions init and update
+    Config: type  # its settings
+    title: str
+
+
+METHODS = {
+    "gn": Method(gn, gn.Config, "Gauss-Newton"),
+    "gn_prox": Method(gn_prox, gn_prox.Config, "GN-prox-linear"),
+    "layerwise_gn": Method(layerwise_gn, layerwise_gn.Config, "layerwise GN"),
+    "gn_cg": Method(gn_cg, gn_cg.Config, "Gauss-Newton by CG"),
+    "adamw": Method(baselines, baselines.AdamW, "AdamW"),
+    "muon": Method(baselines, baselines.Muon, "Muon"),
+    "soap": Method(baselines, baselines.SOAP, "SOAP"),
+}
 
 
 @dataclass(frozen=True)
 class Config:
-    """A run. None = the default of the model: see DEFAULTS."""
+    """A run. A field that is None by default gets its value from DEFAULTS or from other fields."""
 
-    method: str = "gn"  # gn (Algorithm 1) | gn_prox (Algorithm 2) | layerwise_gn (Section 6.3) | adamw | muon | soap
-    model: str = "45m"  # tiny | 45m | 150m: the preset of the network (Appendix E)
-    data: str = None  # c4 (streamed) | stdlib (Python's own source) | a file or folder: .txt .jsonl .json.gz .parquet
+    # the method that trains
+    method: str = "gn"
+    # the network and the defaults that go with it (Appendix E)
+    model: str = "45m"
+    # c4 (streamed) | stdlib (Python's own source) | a file or folder of .txt .jsonl .json.gz
+    # .parquet
+    data: str = None
     tokenizer: str = None  # bytes | gpt2 (cut to --vocab-size ids; 0 = 32000, Section 5)
-    batch: int = None  # tokens in a batch, i.e. an outer step, line search not included (Appendix H: 400k to 120m)
-    tokens: int = None  # tokens of the run, warm-up and line search not included; default 20 a parameter (Section 5)
-    steps: int = None  # outer steps; else tokens / batch
-    inner_batch: int = None  # sequences in an inner batch, b_inner (Section 5: 32 at 45m, 128 at 150m)
+    # tokens in a batch, which an outer step reads; line search not included (Appendix H: 400k to
+    # 120m)
+    batch: int = None
+    # tokens of the run, warm-up and line search not included; default 20 per parameter (Section 5)
+    tokens: int = None
+    steps: int = None  # outer steps; default tokens / batch
+    # sequences in an inner batch, b_inner (Section 5: 32 at 45m, 128 at 150m)
+    inner_batch: int = None
     eval_tokens: int = None  # held-out tokens that an evaluation reads, at most
-    eval_every: int = None  # outer steps between two evaluations and saves; default: as many as read --eval-tokens
-    save_every: float = 10.0  # minutes at most between two saves, also inside an outer step
-    target_loss: float = None  # nats a token: stop at the first evaluation at or below it (Section 6.1.1)
-    warmup_fraction: float = 0.05  # tokens of the AdamW warm-up, over --tokens (Section 5)
-    warmup_lr: float = 0.002  # peak learning rate of the warm-up, after a linear rise over its first tenth
-    shard: bool = False  # true = spread matrices, optimizer state and gradient over the devices, to save memory
+    # outer steps from one evaluation and save to the next; default: as many as read --eval-tokens
+    eval_every: int = None
+    save_every: float = 10.0  # minutes from one save to the next at most, also inside outer steps
+    # nats per token: stop at the first evaluation at or below this loss (Section 6.1.1)
+    target_loss: float = None
+    # tokens of the AdamW warm-up, as a fraction of --tokens (Section 5)
+    warmup_fraction: float = 0.05
+    # peak learning rate of the warm-up, after a linear rise over its first tenth
+    warmup_lr: float = 0.002
+    # true = spread matrices, optimizer state and gradient over the devices, to save memory
+    shard: bool = False
     seed: int = 0  # of the parameters and of the order of the data
-    out: str = None  # folder of the run, or of a grid's runs; default: runs/ and a name made of the settings
-    generate: str = None  # a text: instead of training, prints what the model of the run in --out goes on with
+    # folder of the run, or of a grid's runs; default: runs/ and a name made of the flags
+    out: str = None
 
-    def __post_init__(self):
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        for name in given.keys() & {"batch", "tokens", "steps", "inner_batch", "eval_tokens", "eval_every"}:
-            if given[name] < 1:
-                raise ValueError(f"{name} is {given[name]}; it must be at least 1")
-        for name in given.keys() & {"warmup_lr", "target_loss", "save_every"}:
-            if not 0 < given[name] < math.inf:
-                raise ValueError(f"{name} is {given[name]}; it must be a positive number")
-        if not 0 <= self.warmup_fraction <= 1:
-            raise ValueError(f"warmup_fraction is {self.warmup_fraction}; it must be between 0 and 1")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed is {self.seed}; it must be at least 0 and below 2^32")
+    def check(self):
+        """Raises ValueError if a field has a bad value."""
+        counts = ("batch", "tokens", "steps", "inner_batch", "eval_tokens", "eval_every")
+        flags.check_range(self, counts, least=1)
+        flags.check_range(self, ("warmup_lr", "target_loss", "save_every"), above=0)
+        flags.check_range(self, ("warmup_fraction",), least=0, most=1)
+        flags.check_range(self, ("seed",), least=0, below=2**32)
 
 
-PAPER = {"data": "c4", "tokenizer": "gpt2", "batch": 4_000_000, "eval_tokens": 10 * 128 * 1024}  # the paper: ten times
-DEFAULTS = {  # of the flags, by model
-    "tiny": {"data": "stdlib", "tokenizer": "bytes", "batch": 131_072, "inner_batch": 8, "eval_tokens": 65_536}
-    | {"steps": 10},  # half of 20 tokens a parameter, unless --tokens is given
-    "45m": {**PAPER, "inner_batch": 32},
-    "150m": {**PAPER, "inner_batch": 128},
+# The fields of a method's Config that are no flags: `configure` fills them in.
+DERIVED = ("model", "network", "inner_steps", "outer_steps", "inner_tokens")
+
+PAPER = {
+    "data": "c4",
+    "tokenizer": "gpt2",
+    "batch": 4_000_000,
+    "eval_tokens": 10 * 128 * 1024,  # the paper: ten times as many
 }
-TUNED = {  # of the flags, by model and method: the best of the grids in README.md
-    ("tiny", "gn"): {"lr": 0.02, "schedule": "global cosine"},
-    ("tiny", "gn_prox"): {"lr": 0.015, "average": 0.99},
-    ("tiny", "layerwise_gn"): {"lr": 0.03, "schedule": "global cosine"},
-    ("tiny", "adamw"): {"lr": 0.015, "schedule": "constant", "warmup": 0.5, "b2": 0.99, "average": 0.3},
-    ("tiny", "muon"): {"lr": 0.06, "schedule": "constant", "warmup": 0.3, "momentum": 0.9, "average": 0.4},
-    ("tiny", "soap"): {"lr": 0.03, "schedule": "constant", "warmup": 0.5, "b2": 0.7, "average": 0.3},
+LAPTOP = {
+    "data": "stdlib",
+    "tokenizer": "bytes",
+    "batch": 131_072,
+    "eval_tokens": 65_536,
+    "steps": 10,  # half of 20 tokens per parameter, unless --tokens is given
+}
+DEFAULTS = {  # of flags, for each model
+    "tiny": LAPTOP | {"inner_batch": 8},
+    "45m": PAPER | {"inner_batch": 32},
+    "150m": PAPER | {"inner_batch": 128},
+}
+TUNED = {  # of flags, for each model and method: the best of the grids in docs/tuning.md
+    "tiny": {
+        "gn": {"lr": 0.02, "schedule": "global cosine"},
+        "gn_prox": {"lr": 0.015, "average": 0.99},
+        "layerwise_gn": {"lr": 0.03, "schedule": "global cosine"},
+        "adamw": {"lr": 0.015, "schedule": "constant", "warmup": 0.5, "b2": 0.99, "average": 0.3},
+        "muon": {
+            "lr": 0.06,
+            "schedule": "constant",
+            "warmup": 0.3,
+            "momentum": 0.9,
+            "average": 0.4,
+        },
+        "soap": {"lr": 0.03, "schedule": "constant", "warmup": 0.5, "b2": 0.7, "average": 0.3},
+    },
 }
 
 
 class Run(NamedTuple):
     """Everything that a command line says, and what follows from it."""
 
-    config: Config
-    method: Any  # the module: init and update
-    settings: Any  # the method's Config, sizes filled in
+    config: Config  # sizes filled in
+    method: Any  # the module of the method
+    settings: Any  # the Config of the method
+    network: model.Config
     mesh: jax.sharding.Mesh  # the devices
     tokenizer: Tokenizer
-    parameters: int  # how many the model has
-    values: dict  # of every flag
+    parameters: int  # how many the network has
+    values: dict  # {flag: value}, as they came out
 
     @property
     def inner_tokens(self):
         """Tokens in an inner batch."""
-        return self.config.inner_batch * self.settings.network.context
+        return self.config.inner_batch * self.network.context
 
     @property
     def warmup_batches(self):
-        """Inner batches that the warm-up reads, one a step."""
+        """Inner batches that the warm-up reads, one per step."""
         return round(self.config.warmup_fraction * self.config.tokens / self.inner_tokens)
 
     @property
@@ -127,208 +170,523 @@ class Run(NamedTuple):
         """Inner batches that the whole run reads."""
         return self.warmup_batches + self.config.steps * self.step_batches
 
+    @property
+    def training_tokens(self):
+        """Tokens that a run of this size reads at most, so that any method finds the same text."""
+        batches_in_steps = 2 * self.config.steps * self.settings.inner_steps
+        return self.inner_tokens * (self.warmup_batches + batches_in_steps)
 
-# ---- the command line ----------------------------------------------------------------------------------------------
+
+# ---- the command line ----------------------------------------------------------------------------
+
+
+def fields_of_all(method):
+    """{name: Flag} of every flag that is valid with a method."""
+    fields = flags.fields_of(Config)
+    for name, valid in (("method", METHODS), ("model", model.PRESETS)):
+        choices = " | ".join(valid)
+        fields[name] = fields[name]._replace(help=f"{choices}: {fields[name].help}")
+    fields |= flags.fields_of(METHODS[method].Config, DERIVED)
+    fields |= flags.fields_of(model.Config)
+    return fields
 
 
 def parse(argv):
-    """The command line as {flag: value}, defaults filled in. Raises ValueError for what is not valid."""
+    """The command line as {flag: value}, defaults filled in. Raises ValueError if it is bad."""
     method = flags.peek(argv, "method", Config.method, METHODS)
     preset = flags.peek(argv, "model", Config.model, model.PRESETS)
-    fields = flags.fields_of(Config) | flags.fields_of(METHODS[method][1], DERIVED) | flags.fields_of(model.Config)
-    values = {name: default for name, (_, default, _) in fields.items()} | dataclasses.asdict(model.PRESETS[preset])
-    values |= {**DEFAULTS[preset], **(tuned := TUNED.get((preset, method), {})), "vocab_size": 0}
-    values["dtype"] = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+    fields = fields_of_all(method)
+    tuned = TUNED.get(preset, {}).get(method, {})
+
+    # A default comes from the field, unless one of the next lines has another.
+    values = {name: flag.default for name, flag in fields.items()}
+    # The sizes of the model.
+    values |= flags.values_of(model.PRESETS[preset])
+    # The text and the batch that go with the model.
+    values |= DEFAULTS[preset]
+    # What was tuned for this method on this model.
+    values |= tuned
+    # As many ids as the tokenizer has.
+    values["vocab_size"] = 0
+    # What is fast on this machine.
+    on_gpu = jax.default_backend() == "gpu"
+    values["dtype"] = "bfloat16" if on_gpu else "float32"
+
     given = flags.parse(argv, fields, values, __doc__)
     if "tokens" in given:
-        values["steps"] = None
-    if {"schedule", "line_search"} & given.keys():  # what goes with the tuned ones goes with them
-        values |= {name: fields[name][1] for name in ("warmup", "average") if name in tuned}
+        values["steps"] = None  # as many as read these tokens
+    if "schedule" in given or "line_search" in given:
+        # The tuned warm-up and average belong to the tuned schedule and line search.
+        for name in {"warmup", "average"} & tuned.keys():
+            values[name] = fields[name].default
     return values | given
 
 
 def configure(argv, home=None):
-    """The Run of a command line, sizes worked out; in a folder in `home`, if given, whose name is made of the settings.
+    """The Run of a command line, all sizes worked out. Writes nothing. Raises ValueError.
 
-    Raises ValueError for what is not valid; writes nothing.
+    home: a folder; if it is given, the run's folder is in it and has a name made of the flags.
     """
     values = parse(argv)
-    pick = lambda cls: {name: values[name] for name in flags.fields_of(cls, DERIVED if cls is not Config else ())}
-    config = Config(**pick(Config))
+    config = Config(**pick(values, Config))
+    config.check()
+
     ids = tokenizer(config.tokenizer, values["vocab_size"])
-    network = model.Config(**pick(model.Config) | {"vocab_size": ids.vocab_size})
+    values["vocab_size"] = ids.vocab_size
+    network = model.Config(**pick(values, model.Config))
     network.check()
-    if config.batch < network.context:
-        raise ValueError(f"batch is {config.batch} tokens, fewer than one sequence of context {network.context}")
     parameters = model.size(network)
-    tokens = config.tokens or 20 * parameters
-    inner_tokens = config.inner_batch * network.context
-    inner_steps = max(1, round(config.batch / inner_tokens))
-    batch = inner_steps * inner_tokens
-    steps = config.steps or max(1, round(tokens / batch))
-    method, cls = METHODS[config.method]
-    searches = {"inner_tokens": inner_tokens} if issubclass(cls, gn.LineSearch) else {}
-    settings = cls(network, inner_steps, steps, **searches, **pick(cls))
-    settings.check()
-    values |= {"vocab_size": ids.vocab_size, "batch": batch, "tokens": tokens, "steps": steps, "out": None}
-    values["eval_every"] = config.eval_every or max(1, config.eval_tokens // batch)
-    values |= {name: getattr(settings, name) for name in pick(cls)}
-    digest = files.digest(values, checkpoint.code())[:6]
-    name = f"{config.method}-{config.model}-{batch}-lr{getattr(settings, 'lr', '')}-seed{config.seed}-{digest}"
-    values["out"] = f"{home or 'runs'}/{name}" if home or not config.out else config.out
-    mesh = parallel.mesh(config.inner_batch, config.shard)
-    run = Run(Config(**pick(Config)), method, settings, mesh, ids, parameters, values)
+    config, inner_steps = work_out(config, network, parameters)
+
+    method = METHODS[config.method]
+    settings = configure_method(method, config, network, inner_steps, values)
+    values |= flags.values_of(config)
+    values |= flags.values_of(settings, DERIVED)
+
+    values["out"] = None  # two runs that differ in their folder only are the same
+    folder = config.out
+    if home or not folder:
+        folder = f"{home or 'runs'}/{name_of(values, fields_of_all(config.method))}"
+    values["out"] = folder
+
+    run = Run(
+        config=replace(config, out=folder),
+        method=method.module,
+        settings=settings,
+        network=network,
+        mesh=parallel.mesh(config.inner_batch, config.shard),
+        tokenizer=ids,
+        parameters=parameters,
+        values=values,
+    )
     if run.batches >= 2**31:
-        raise ValueError(f"the run reads {run.batches} inner batches; they must be below 2^31: raise --inner-batch")
+        required = "they must be below 2^31: raise --inner-batch"
+        raise ValueError(f"the run reads {run.batches} inner batches; {required}")
     return run
 
 
-# ---- training ------------------------------------------------------------------------------------------------------
+def pick(values, cls, derived=()):
+    """The values of the flags that the fields of a dataclass make."""
+    return {name: values[name] for name in flags.fields_of(cls, derived)}
 
 
-def warm_up(run, live):
-    """(θ_0, last loss): AdamW, one inner batch a step, on the first tokens; made once for all runs that share it.
+def work_out(config, network, parameters):
+    """The Config with the sizes that were left out, its batch in whole inner batches; and N."""
+    if config.batch < network.context:
+        fewer = f"fewer than one sequence of context {network.context}"
+        raise ValueError(f"batch is {config.batch} tokens, {fewer}")
+    inner_tokens = config.inner_batch * network.context
+    inner_steps = max(1, round(config.batch / inner_tokens))
+    batch = inner_steps * inner_tokens
+    tokens = config.tokens or 20 * parameters
+    steps = config.steps or max(1, round(tokens / batch))
+    eval_every = config.eval_every or max(1, config.eval_tokens // batch)
+    config = replace(config, batch=batch, tokens=tokens, steps=steps, eval_every=eval_every)
+    return config, inner_steps
 
-    One that is stopped or lost goes on like any part of a run. Raises FloatingPointError where the loss is not finite.
+
+def configure_method(method, config, network, inner_steps, values):
+    """The method's own Config. Raises ValueError if one of its values is bad."""
+    sizes = {}
+    if "inner_tokens" in flags.fields_of(method.Config):
+        sizes["inner_tokens"] = config.inner_batch * network.context
+    own = pick(values, method.Config, DERIVED)
+    settings = method.Config(network, inner_steps, config.steps, **sizes, **own)
+    if hasattr(settings, "check"):
+        settings.check()
+    return settings
+
+
+def name_of(values, fields):
+    """The name of a run's folder: what people look for first, and a digest of the flags.
+
+    A flag that has its field's default does not count, so a flag that is new changes no name.
     """
-    config, network, steps = run.config, run.settings.network, run.warmup_batches
-    made = {"params": model.init(network, jax.random.key(config.seed)), "loss": jnp.full((), jnp.nan)}
-    made = parallel.put(run.mesh, made)
-    if not steps:
-        return made["params"], None
-    settings = baselines.AdamW(network, 1, steps, lr=config.warmup_lr, schedule="constant", warmup=0.1)
-    about = [jax.__version__, jax.devices()[0].device_kind, checkpoint.code(*WARMUP_CODE.split())]
-    key = files.digest(repr(settings), config.inner_batch, config.seed, live.corpus.meta["sha256"], about)
-    path, part = Path("data") / f"warmup-{key[:12]}.npz", Path(config.out) / "warmup.npz"
-    if (found := earlier(run, path, made)) is None:
-        state = parallel.jit(baselines.init, static_argnums=1)(made["params"], settings)
-        state = (earlier(run, part, {key: state}) or {key: state})[key]  # by its key: one of other code is not taken
-        live.write = lambda state: checkpoint.save(part, {key: state})
-        with report.bar(live, "warm-up", steps, int(state.t)):
-            for i in range(int(state.t), steps):
-                state, metrics = baselines.update(state, live.read(i), None, settings, live.watch)
-        live.state, found = None, {"params": state.params, "loss": metrics["train_loss"]}
-        if not all(jnp.isfinite(a).all() for a in jax.tree.leaves(found)):
-            checkpoint.remove(part)
-            raise FloatingPointError("the warm-up diverged; try a smaller --warmup-lr")
+    changed = {name: value for name, value in values.items() if value != fields[name].default}
+    words = [values["method"], values["model"], str(values["batch"])]
+    if "lr" in values:
+        words.append(f"lr{values['lr']}")
+    words.append(f"seed{values['seed']}")
+    words.append(files.digest(sorted(changed.items()))[:6])
+    return "-".join(words)
+
+
+# ---- a run in progress ---------------------------------------------------------------------------
+
+
+class Session(NamedTuple):
+    """A run in progress: what its steps read, show, hear and leave on disk."""
+
+    run: Run
+    corpus: data.Corpus
+    ahead: data.Ahead  # index -> inner batch on the devices; the next one is read meanwhile
+    progress: report.Progress
+    signals: live.Signals
+    saver: live.Saver
+
+    def safe_point(self):
+        """Saves if it is time to. Raises Stop if a signal came."""
+        live.safe_point(self.signals, self.saver)
+
+    def batches(self, first):
+        """The function k -> inner batch number first + k of the run, int32 [B, T+1]."""
+
+        def batch(k):
+            self.safe_point()
+            self.progress.advance()
+            return self.ahead(first + k)
+
+        return batch
+
+
+def open_session(run, corpus, signals):
+    """The Session of a run."""
+    place = corpus.train, run.network.context, run.config.inner_batch, run.config.seed
+
+    def read(index):
+        return parallel.put(run.mesh, data.batch(*place, index), parallel.rows)
+
+    return Session(
+        run=run,
+        corpus=corpus,
+        ahead=data.Ahead(read, run.batches),
+        progress=report.Progress(run.inner_tokens),
+        signals=signals,
+        saver=live.Saver(partial(checkpoint.save_state, run.config.out), run.config.save_every),
+    )
+
+
+# ---- the warm-up ---------------------------------------------------------------------------------
+
+
+def warm_up(session):
+    """θ_0 and the last training loss: AdamW, one inner batch per step, on the first tokens.
+
+    It is computed once for all runs that share it. If it is stopped, it resumes like any part of a
+    run.
+    """
+    run = session.run
+    params = model.init(run.network, jax.random.key(run.config.seed))
+    params = parallel.put(run.mesh, params)
+    if run.warmup_batches == 0:
+        return params, None
+
+    key = warm_up_key(session)
+    path = Path("data") / f"warmup-{key[:12]}.npz"
+    made = {"params": params, "loss": jnp.zeros(()), "code": code_bytes()}
+    found = find_warm_up(run, path, made)
+    if found is None:
+        found = make_warm_up(session, params, key)
         checkpoint.save(path, found)
-    checkpoint.remove(part)
+    else:
+        checkpoint.warn_of_other_code(path, np.asarray(found["code"]).tobytes().hex())
+    checkpoint.remove(unfinished(run))
     return found["params"], found["loss"]
 
 
-def earlier(run, path, like):
-    """What an earlier run has left of a warm-up; None where there is none, or it is damaged, which is said."""
+def warm_up_key(session):
+    """A hash of all that decides how a warm-up ends, but for the code."""
+    run = session.run
+    return files.digest(
+        sorted(flags.values_of(run.network).items()),
+        run.config.inner_batch,
+        run.config.seed,
+        run.warmup_batches,
+        run.config.warmup_lr,
+        session.corpus.meta["sha256"],
+        jax.__version__,
+        jax.devices()[0].device_kind,
+    )
+
+
+def code_bytes():
+    """The hash of the code as an array, which is kept with a warm-up."""
+    return np.frombuffer(bytes.fromhex(checkpoint.code()), np.uint8)
+
+
+def unfinished(run):
+    """The path of the state of a warm-up that is not finished."""
+    return Path(run.config.out) / "warmup.npz"
+
+
+def find_warm_up(run, path, like):
+    """What an earlier run has left of a warm-up; None if there is nothing, or it is damaged."""
     found = None
     if path.exists():
         try:
             found = checkpoint.load(path, like)
         except ValueError as error:
             print(f"{error}; the warm-up is made again", file=sys.stderr)
-    return None if parallel.largest(found is None) else parallel.put(run.mesh, found)
+    if parallel.largest(found is None):  # one process cannot read it
+        return None
+    return parallel.put(run.mesh, found)
 
 
-def evaluate(run, live, params):
-    """Mean loss (nats a token) on held-out windows, the same ones at every step, for every seed and inner batch."""
-    context, size = run.settings.network.context, run.config.inner_batch
-    windows = max(1, min(run.config.eval_tokens // context, data.windows(live.corpus.val, context)))
+def make_warm_up(session, params, key):
+    """Trains from params, or from what an earlier run has left: {"params", "loss", "code"}."""
+    run = session.run
+    steps = run.warmup_batches
+    constant = {"lr": run.config.warmup_lr, "schedule": "constant", "warmup": 0.1}
+    settings = baselines.AdamW(run.network, inner_steps=1, outer_steps=steps, **constant)
+    begin = parallel.jit(baselines.init, static_argnums=1)
+    # Under its key, so that one of another version of JAX is not taken.
+    begun = {key: {"state": begin(params, settings), "code": code_bytes()}}
+    begun = find_warm_up(run, unfinished(run), begun) or begun
+    state, code = begun[key]["state"], begun[key]["code"]
+
+    def save(state):
+        checkpoint.save(unfinished(run), {key: {"state": state, "code": code}})
+
+    session = session._replace(saver=live.Saver(save, run.config.save_every))
+    done = int(state.t)
+    with session.progress.bar("warm-up", steps, done):
+        for step in range(done, steps):
+            batches = session.batches(step)
+            state, metrics = baselines.update(state, batches, None, settings, session.saver.watch)
+    end = {"params": state.params, "loss": metrics["train_loss"]}
+    if not all(jnp.isfinite(a).all() for a in jax.tree.leaves(end)):
+        checkpoint.remove(unfinished(run))
+        give_up(run, [], 0, "the warm-up diverged; try a smaller --warmup-lr")
+    return end | {"code": code}
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+@partial(jax.jit, static_argnames="network")
+def loss(network, params, tokens):
+    """Mean loss in nats per token on tokens, int32 [B, T+1]."""
+    return parallel.mean(partial(model.loss, network))(params, tokens)
+
+
+def evaluate(session, params):
+    """Mean loss in nats per token on held-out windows.
+
+    They are the same windows at every step, for every seed and for every size of an inner batch.
+    """
+    run = session.run
+    text, context, size = session.corpus.val, run.network.context, run.config.inner_batch
+    windows = min(run.config.eval_tokens // context, data.windows(text, context))
+    windows = max(1, windows)
     total = 0.0
-    for i in range(0, windows, size):
-        live.check()
-        rows = data.sequences(live.corpus.val, context, 0, range(i, min(i + size, windows)))
-        total += loss(run.settings.network, params, parallel.put(run.mesh, rows, parallel.rows)) * len(rows)
+    for first in range(0, windows, size):
+        session.safe_point()
+        numbers = range(first, min(first + size, windows))
+        rows = data.sequences(text, context, 0, numbers)
+        tokens = parallel.put(run.mesh, rows, parallel.rows)
+        total += loss(run.network, params, tokens) * len(rows)
     return float(total) / windows
 
 
-def log_row(run, live, params, t, metrics):
-    """What log.jsonl holds of outer step t. Raises FloatingPointError where the validation loss is not finite."""
-    value, meta = evaluate(run, live, params), live.corpus.meta
-    if not math.isfinite(value):
-        raise FloatingPointError(f"the loss is {value} at outer step {t}; the last save is kept; try a smaller --lr")
-    bits = value / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
-    tokens = (run.warmup_batches + t * run.step_batches) * run.inner_tokens
-    row = {"step": t, "tokens": tokens, "tokens_line_search": t * run.settings.fresh_batches * run.inner_tokens}
-    row |= {"train_loss": metrics.get("train_loss"), "val_loss": value, "val_bpb": bits}
-    row |= {name: metrics.get(name) for name in ("lr", "alpha", "inner_loss", "seconds", "refused")}
-    row["input_wait"] = live.ahead.waited
-    row = {name: float(x) if isinstance(x, jax.Array) else x for name, x in row.items()}
-    return {name: x if x is None or math.isfinite(x) else None for name, x in row.items()}
+# What a row of log.jsonl holds in any case, in this order. null: the method has no such number, or
+# it is not finite.
+ROW = (
+    "step",  # outer steps done
+    "tokens",  # read so far, by the warm-up, the steps and the line searches
+    "tokens_line_search",  # those of the line searches
+    "train_loss",  # nats per token
+    "val_loss",  # nats per token
+    "val_bpb",  # bits per byte of the held-out text
+    "lr",
+    "alpha",  # step size of the line search
+    "inner_loss",
+    "seconds",  # of the steps since the last row
+    "refused",  # steps since the last row that the line search refused
+    "input_wait",  # seconds since the last row that steps waited for a batch
+)
 
 
-def train(run, state, rows, live):
-    """From state, or the warm-up where it is None, to the last outer step or the target loss; the log's rows.
+def log_row(session, t, val_loss, metrics):
+    """The row of log.jsonl of outer step t. Every number that a method's metrics hold is in it."""
+    run, meta = session.run, session.corpus.meta
+    batches = run.warmup_batches + t * run.step_batches
+    line_search_batches = t * run.settings.fresh_batches
+    bits = val_loss / math.log(2)  # per token
 
-    Raises Stop where a signal came, having saved the newest state; FloatingPointError where a loss is not finite.
+    row = dict.fromkeys(ROW) | metrics
+    row["step"] = t
+    row["tokens"] = batches * run.inner_tokens
+    row["tokens_line_search"] = line_search_batches * run.inner_tokens
+    row["val_loss"] = val_loss
+    row["val_bpb"] = bits * meta["val_tokens"] / meta["val_bytes"]
+    row["input_wait"] = session.ahead.waited
+    return {name: plain(value) for name, value in row.items()}
+
+
+def plain(number):
+    """A number as JSON can hold it: of Python's own types; None if it is not finite."""
+    if number is None:
+        return None
+    if not isinstance(number, int):
+        number = float(number)  # an array
+    return number if math.isfinite(number) else None
+
+
+def train(session, state, rows):
+    """Trains to the last outer step or to the target loss. Returns all rows of the log.
+
+    state, rows: where an earlier command stopped; None and [] begin with the warm-up. Raises Stop
+    if a signal came, FloatingPointError if a loss is not finite.
     """
-    config, folder, metrics = run.config, Path(run.config.out), {}
-    live.training, live.state, t = True, None, 0
-    try:
-        if state is None:
-            start = time.perf_counter()
-            params, metrics["train_loss"] = warm_up(run, live)
-            metrics["seconds"] = time.perf_counter() - start
-            state = parallel.jit(run.method.init, static_argnums=1)(params, run.settings)
-        t0, live.write = int(state.t), partial(checkpoint.save_state, config.out)
-        print(report.HEADER, *map(report.table_row, rows), sep="\n")
-        with report.bar(live, config.method, config.steps * run.step_batches, t0 * run.step_batches):
-            for t in range(t0, config.steps + 1):
-                due = t % config.eval_every == 0 or t == config.steps
-                if due and (not rows or rows[-1]["step"] < t):
-                    rows.append(log_row(run, live, optimizers.weights(state), t, metrics))
-                    checkpoint.write_log(folder, rows)
-                    live.save(state)
-                    live.ahead.waited, metrics = 0.0, {}
-                    tqdm.write(report.table_row(rows[-1]))
-                if t == config.steps or (config.target_loss and rows and rows[-1]["val_loss"] <= config.target_loss):
-                    return rows
-                state, new = outer_step(run, state, t, live)
-                metrics = new | {name: new[name] + metrics.get(name, 0) for name in ("seconds", "refused")}
-    except Stop:
-        if live.state is not None:
-            live.save(live.state)
-        raise
-    except FloatingPointError as error:
-        checkpoint.write_log(folder, [*rows, {"step": t, "val_loss": None, "diverged": str(error)}])
-        raise
-    finally:
-        live.training = False
+    run, config = session.run, session.run.config
+    metrics = {}
+    if state is None:
+        state, metrics = first_state(session)
+    print(report.header(), *map(report.table_row, rows), sep="\n")
+
+    t0 = int(state.t)
+    total, done = config.steps * run.step_batches, t0 * run.step_batches
+    with session.progress.bar(config.method, total, done):
+        for t in range(t0, config.steps + 1):
+            last = t == config.steps
+            due = last or t % config.eval_every == 0
+            logged = bool(rows) and rows[-1]["step"] == t  # by an earlier command
+            if due and not logged:
+                record(session, state, t, metrics, rows)
+                metrics = {}
+            if last or reached(config.target_loss, rows):
+                break
+            state, metrics = outer_step(session, state, t, metrics)
+    return rows
 
 
-def outer_step(run, state, t, live):
-    """The state after outer step t of the method, and its metrics with the seconds it took."""
-    start, first = time.perf_counter(), run.warmup_batches + t * run.step_batches
-    batches, fresh = live.read(first), live.read(first + run.settings.inner_steps)
-    with report.bar(live, f"step {t + 1}", run.step_batches):
-        state, metrics = run.method.update(state, batches, fresh, run.settings, live.watch)
+def record(session, state, t, metrics, rows):
+    """Evaluates the state before outer step t, adds a row to the log, and saves the state."""
+    val_loss = evaluate(session, optimizers.weights(state))
+    if not math.isfinite(val_loss):
+        what = f"the loss is {val_loss} at outer step {t}; the last save is kept"
+        give_up(session.run, rows, t, f"{what}; try a smaller --lr")
+    rows.append(log_row(session, t, val_loss, metrics))
+    checkpoint.write_log(session.run.config.out, rows)
+    session.saver.save(state)
+    session.progress.write(report.table_row(rows[-1]))
+    session.ahead.waited = 0.0
+
+
+def reached(target_loss, rows):
+    """Whether the last row of the log is at or below the target loss, if there is one."""
+    return bool(target_loss and rows) and rows[-1]["val_loss"] <= target_loss
+
+
+def first_state(session):
+    """The method's state after the warm-up, and the metrics of the warm-up."""
+    start = time.perf_counter()
+    params, train_loss = warm_up(session)
+    metrics = {"train_loss": train_loss, "seconds": time.perf_counter() - start}
+    begin = parallel.jit(session.run.method.init, static_argnums=1)
+    return begin(params, session.run.settings), metrics
+
+
+def outer_step(session, state, t, before):
+    """The state after outer step t of the method, and its metrics.
+
+    before: metrics of earlier steps that are in no row yet. Times and refusals are added up.
+    """
+    run = session.run
+    start = time.perf_counter()
+    first = run.warmup_batches + t * run.step_batches
+    batches = session.batches(first)
+    fresh = session.batches(first + run.settings.inner_steps)
+    with session.progress.bar(f"step {t + 1}", run.step_batches):
+        state, metrics = run.method.update(state, batches, fresh, run.settings, session.saver.watch)
         jax.block_until_ready(state)
-    return state, metrics | {"seconds": time.perf_counter() - start, "refused": int(metrics.get("alpha") == 0)}
+    seconds = time.perf_counter() - start
+    refused = int(metrics.get("alpha") == 0)
+    sums = {
+        "seconds": before.get("seconds", 0) + seconds,
+        "refused": before.get("refused", 0) + refused,
+    }
+    return state, metrics | sums
 
 
-def execute(run, corpus, live):
-    """Starts a run or goes on with it; the rows of its log at the end."""
-    config, init = run.config, lambda: run.method.init(model.init(run.settings.network, jax.random.key(0)), run.settings)
-    state, rows = checkpoint.resume(config.out, init)
-    batch = partial(data.batch, corpus.train, run.settings.network.context, config.inner_batch, config.seed)
-    read = lambda index: parallel.put(run.mesh, batch(index), parallel.rows)
-    live.run, live.corpus, live.ahead = run, corpus, data.Ahead(read, run.batches)
-    live.saved, live.every = time.monotonic(), 60 * config.save_every
+def give_up(run, rows, t, message):
+    """Logs that the run has diverged at outer step t, for good. Raises FloatingPointError."""
+    row = {"step": t, "val_loss": None, "diverged": message}
+    checkpoint.write_log(run.config.out, [*rows, row])
+    raise FloatingPointError(message)
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def configure_all(argv):
+    """The runs of a command line, which is a grid if a flag has commas. Raises ValueError."""
+    lines = flags.expand(argv)
+    home = None
+    if len(lines) > 1:
+        home = flags.peek(lines[0], "out", "runs")
+    runs = [configure(line, home) for line in lines]
+    for run in runs:
+        check_folder(run)
+    by_folder = {run.config.out: run for run in runs}  # a run that is there twice, once
+    return list(by_folder.values())
+
+
+def identity(run, corpus=None):
+    """What config.json says of a run: its flags but for the folder, and the hash of its text."""
+    values = run.values | {"out": None}
+    if corpus:
+        values["corpus"] = corpus.meta["sha256"]
+    return values
+
+
+def check_folder(run, corpus=None):
+    """Raises ValueError if the run's folder holds anything else."""
+    fields = fields_of_all(run.config.method)
+    defaults = {name: flag.default for name, flag in fields.items()}
+    checkpoint.check_folder(run.config.out, identity(run, corpus), defaults)
+
+
+def prepare_all(runs):
+    """The text of each run, tokenized. Raises ValueError if it is missing, damaged or too short."""
+
+    def prepare():
+        corpora = []
+        for run in runs:
+            context = run.network.context
+            need = run.training_tokens
+            corpora.append(data.prepare(run.config.data, run.tokenizer, context, need))
+        return corpora
+
+    return parallel.first(prepare, "data")
+
+
+def hold_all(runs, corpora, stack):
+    """Holds the folders of the runs until the stack closes. Raises ValueError if one is in use."""
+    for run, corpus in zip(runs, corpora, strict=True):
+        stack.enter_context(checkpoint.alone(run.config.out))
+        check_folder(run, corpus)  # again: no other process can change it any more
+
+
+def execute(run, corpus, signals):
+    """Starts a run or resumes it. Returns the rows of its log at the end."""
+
+    def like():
+        params = model.init(run.network, jax.random.key(0))
+        return run.method.init(params, run.settings)
+
+    state, rows = checkpoint.resume(run.config.out, like)
+    state = parallel.put(run.mesh, state)
     parallel.wait()  # or another process would find the folder half made
-    checkpoint.open_folder(config.out, run.values | {"out": None, "corpus": corpus.meta["sha256"]})
-    report.opening(run, corpus)
-    with jax.set_mesh(run.mesh):
-        rows = train(run, parallel.put(run.mesh, state), rows, live)
+    checkpoint.open_folder(run.config.out, identity(run, corpus))
+    windows = data.windows(corpus.train, run.network.context)
+    report.opening(run, corpus.meta["train_tokens"], windows)
+    with jax.set_mesh(run.mesh), signals.deferred():
+        rows = train(open_session(run, corpus, signals), state, rows)
     report.summary(run, rows)
     return rows
 
 
-def execute_all(runs, corpora, live):
-    """The runs one after another, and their table; of those that diverge that is said. True if not all did."""
+def execute_all(runs, corpora, signals):
+    """The runs one after another, and their table. Returns whether any of them did not diverge."""
     results = []
-    for i, (run, corpus) in enumerate(zip(runs, corpora, strict=True)):
+    for number, (run, corpus) in enumerate(zip(runs, corpora, strict=True), 1):
         if len(runs) > 1:
-            print(f"\n---- run {i + 1} of {len(runs)}: {run.config.out}")
-            jax.clear_caches()  # or the compiled programs of all runs stay, until a CPU process can map no more
+            print(f"\n---- run {number} of {len(runs)}: {run.config.out}")
+            # A process on a CPU can map only so many compiled programs.
+            jax.clear_caches()
         try:
-            results.append(execute(run, corpus, live))
+            results.append(execute(run, corpus, signals))
         except FloatingPointError as error:
             print(f"train.py: {error}", file=sys.stderr)
             results.append(None)
@@ -337,49 +695,58 @@ def execute_all(runs, corpora, live):
     return any(results)
 
 
-def main(argv=None):
-    """Runs the command line. Status, with one line said: 0; 2 bad input; 1 a failure; 128 + a signal that ended it."""
-    live, handlers, runs, held = Live(None), {}, [], ExitStack()
+class BadInput(Exception):
+    """What the user gave cannot be run."""
+
+
+@contextmanager
+def blaming_input():
+    """Within it, a ValueError is about what the user gave: it becomes BadInput."""
     try:
-        try:
-            parallel.start()  # which sets a handler of its own
-            checkpoint.keep_programs("data/compiled")
-            handlers = {number: signal.signal(number, live.caught) for number in (signal.SIGINT, signal.SIGTERM)}
-            lines = flags.expand(sys.argv[1:] if argv is None else argv)
-            if (values := parse(lines[0]))["generate"] is not None:
-                print(generate(values["out"], values["generate"], values["seed"]))
-                return 0
-            home = flags.peek(lines[0], "out", "runs") if len(lines) > 1 else None
-            runs = list({run.values["out"]: run for run in (configure(line, home) for line in lines)}.values())
-            for run in runs:
-                checkpoint.check_folder(run.config.out, run.values | {"out": None})
-            need = lambda r: r.inner_tokens * (r.warmup_batches + 2 * r.config.steps * r.settings.inner_steps)
-            about = lambda r: (r.config.data, r.tokenizer, r.settings.network.context, need(r))  # the same for any method
-            corpora = parallel.first(lambda: [data.prepare(*about(run)) for run in runs])
-            for run, corpus in zip(runs, corpora, strict=True):
-                held.enter_context(checkpoint.alone(run.config.out))
-                said = run.values | {"out": None, "corpus": corpus.meta["sha256"]}
-                checkpoint.check_folder(run.config.out, said)  # again: it is the only one now
-        except ValueError as error:
-            print(f"train.py: {error}", file=sys.stderr)
-            return 2
-        return 0 if execute_all(runs, corpora, live) else 1
-    except OSError as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        return 1
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        yield
+    except ValueError as error:
+        raise BadInput(error) from None
+
+
+def explain(error, signals):
+    """(line for the user, exit status) of what ended the program; None if it is a fault in it."""
+    if isinstance(error, live.Stop):
+        return "stopped; the same command goes on from here", 128 + signals.number
+    if isinstance(error, BadInput):
+        return f"train.py: {error}", 2
+    if isinstance(error, OSError):
+        return f"train.py: {error}", 1
+    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+        remedy = "lower --inner-batch or --head-chunk, or on several devices give --shard true"
+        return f"train.py: the device is out of memory; {remedy}", 1
+    return None
+
+
+def main(argv=None):
+    """Runs the command line. Returns the exit status, having said the reason in one line.
+
+    0: done; 1: the machine failed, or every run diverged; 2: bad input; 128 + n: signal n came.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    signals = live.Signals()
+    try:
+        with ExitStack() as stack:
+            with blaming_input():
+                parallel.start()  # before our signal handlers, as it sets one of its own
+                stack.enter_context(signals)
+                checkpoint.keep_programs("data/compiled")
+                runs = configure_all(words)
+                corpora = prepare_all(runs)
+                hold_all(runs, corpora, stack)
+            success = execute_all(runs, corpora, signals)
+        return 0 if success else 1
+    except BaseException as error:
+        explanation = explain(error, signals)
+        if explanation is None:
             raise
-        what = "lower --inner-batch or --head-chunk, or on several devices give --shard true"
-        print(f"train.py: the device is out of memory; {what}", file=sys.stderr)
-        return 1
-    except Stop:
-        print("stopped; the same command goes on from here", file=sys.stderr)
-        return 128 + live.signal
-    finally:
-        held.close()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        line, status = explanation
+        print(line, file=sys.stderr)
+        return status
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What keeps a run alive: checkpoints, locks, signals, devices, the command line, what is printed."""
+"""What keeps a run alive: checkpoints, locks, signals, devices, flags, what is printed."""

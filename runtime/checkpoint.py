@@ -1,9 +1,10 @@
-"""What a run keeps on disk, written so that a crash at any moment leaves the old file or the new one, whole.
+"""What a run keeps on disk. A crash at any moment leaves the old file or the new one, whole.
 
-    config.json     the flags, the corpus, the commit, the versions, the device
-    log.jsonl       a row an evaluation
-    checkpoint.npz  the method's whole state, each array in its own dtype; checkpoint.previous.npz: the one before
-    warmup.npz      in the warm-up, its state
+config.json               the flags, the hash of the text, the commit, the versions, the device
+log.jsonl                 a row per evaluation
+checkpoint.npz            the method's whole state, each array in its own dtype
+checkpoint.previous.npz   the state that was saved before
+warmup.npz                during the warm-up, its state
 """
 
 import itertools
@@ -15,6 +16,7 @@ import sys
 import zipfile
 import zlib
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -24,25 +26,31 @@ import numpy as np
 from runtime import files, parallel
 
 ROOT = Path(__file__).resolve().parents[1]  # of the project
+ROOMS = ("", "kernels", "text", "runtime")  # folders of the code that a run uses
+SHOWING = {"bench", "plot", "report", "sample", "tutorial"}  # files that decide nothing in a run
 
 
-def write_file(*args):
-    """files.write_file, in the first of several processes."""
+# ---- arrays ----
+
+
+def write_file(path, write, check=None):
+    """files.write_file in the first process; the others do nothing."""
     if jax.process_index() == 0:
-        files.write_file(*args)
+        files.write_file(path, write, check)
 
 
 def remove(path):
-    """Removes a file, and the draft of it that a kill has left, where they are; in the first of several processes."""
+    """Removes a file, and the draft of it that a kill may have left. Neither need be there."""
     if jax.process_index() == 0:
-        for left in (path, Path(f"{path}.draft")):
-            left.unlink(missing_ok=True)
+        Path(path).unlink(missing_ok=True)
+        Path(f"{path}.draft").unlink(missing_ok=True)
 
 
 def save(path, tree):
-    """Writes a tree of arrays as .npz, each array in its own dtype under its path in the tree, and reads it again.
+    """Writes a tree of arrays as .npz: each array in its own dtype, under its path in the tree.
 
-    Raises OSError where what is read is not what was written: zip files hold a checksum of each of their parts.
+    Reads the file again before it gets its name. Raises OSError if what is read is not what was
+    written, by the checksum that a zip file holds of each of its parts.
     """
 
     def check(draft):
@@ -50,109 +58,168 @@ def save(path, tree):
             if f.testzip():
                 raise OSError(f"{path}: what was written is not what is read")
 
-    leaves = {jax.tree_util.keystr(where): parallel.whole(a) for where, a in jax.tree_util.tree_leaves_with_path(tree)}
-    write_file(path, lambda f: np.savez(f, **leaves), check)
-
-
-def save_state(folder, state):
-    """Writes a run's state; the one before stays beside it."""
-    newest, before = (Path(folder) / f"checkpoint{name}.npz" for name in ("", ".previous"))
-    draft = newest.with_name("checkpoint.next.npz")
-    save(draft, state)
-    if jax.process_index() == 0:
-        if newest.exists():
-            before.unlink(missing_ok=True)
-            try:
-                os.link(newest, before)  # at no moment is there none
-            except OSError:  # a disk that has no links
-                os.replace(newest, before)
-        os.replace(draft, newest)
-        files.sync(newest.parent)
-
-
-DAMAGED = (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)  # what reading may raise
+    arrays = {}
+    for where, a in jax.tree_util.tree_leaves_with_path(tree):
+        arrays[jax.tree_util.keystr(where)] = parallel.whole(a)
+    write_file(path, lambda f: np.savez(f, **arrays), check)
 
 
 def read_arrays(path):
-    """{name: array} of an .npz file; nothing in it is executed. Raises ValueError where it is damaged."""
+    """{name: array} of an .npz file; nothing in it is executed. Raises ValueError if damaged."""
     try:
         with open(path, "rb") as f, np.load(f, allow_pickle=False) as arrays:
             return dict(arrays)
-    except DAMAGED as error:
+    except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
 
 
 def load(path, like):
-    """Reads a tree saved by `save`.
+    """Reads a tree of arrays that `save` wrote.
 
-    Raises ValueError where the file is damaged, or has not the structure, shapes and dtypes of `like`.
+    Raises ValueError if the file is damaged, or if the tree's structure, shapes or dtypes are not
+    those of `like`.
     """
     arrays = read_arrays(path)
+    found = {name: (a.shape, a.dtype) for name, a in arrays.items()}
+    expected = {}
     leaves, structure = jax.tree_util.tree_flatten_with_path(like)
-    expected = {jax.tree_util.keystr(where): (a.shape, a.dtype) for where, a in leaves}
-    if {name: (a.shape, a.dtype) for name, a in arrays.items()} != expected:
+    for where, a in leaves:
+        expected[jax.tree_util.keystr(where)] = a.shape, a.dtype
+    if found != expected:
         raise ValueError(f"{path} holds other arrays than this run has")
-    return jax.tree_util.tree_unflatten(structure, [jnp.asarray(arrays[name]) for name in expected])
+    in_order = [jnp.asarray(arrays[name]) for name in expected]
+    return jax.tree_util.tree_unflatten(structure, in_order)
 
 
-REAL, COUNTS = (int, float), ("step", "tokens", "tokens_line_search")
-ROW = {**dict.fromkeys(COUNTS, int), **dict.fromkeys(("val_loss", "val_bpb", "input_wait"), REAL)}
-ROW |= dict.fromkeys(("train_loss", "lr", "alpha", "seconds", "refused"), (*REAL, type(None)))  # of a row of the log
+# ---- the state of a run ----
+
+
+def state_files(folder):
+    """The paths of a run's newest checkpoint and of the one before."""
+    return Path(folder) / "checkpoint.npz", Path(folder) / "checkpoint.previous.npz"
+
+
+def save_state(folder, state):
+    """Writes the state of a run. The one that was saved before stays beside it."""
+    newest, previous = state_files(folder)
+    following = newest.with_name("checkpoint.next.npz")
+    save(following, state)
+    if jax.process_index() > 0:
+        return
+    if newest.exists():
+        previous.unlink(missing_ok=True)
+        try:
+            os.link(newest, previous)  # a link, so that at no moment there is no newest
+        except OSError:  # a file system without links
+            os.replace(newest, previous)
+    os.replace(following, newest)
+    files.sync(newest.parent)
+
+
+def load_state(folder, like):
+    """The newest state of a run that can be read; None if the run has saved none.
+
+    If the newest is damaged, it warns, puts it aside and takes the one before. Raises OSError if
+    that cannot be read either.
+    """
+    newest, previous = state_files(folder)
+    present = [path for path in (newest, previous) if path.exists()]
+    if not present:
+        return None
+
+    damage = []
+    for path in present:
+        try:
+            state = load(path, like)
+        except ValueError as error:
+            damage.append(str(error))
+            continue
+        if damage:
+            step = int(state.t)
+            print(f"{damage[0]}; resuming from the one before, step {step}", file=sys.stderr)
+            put_aside(newest)
+        return state
+    raise OSError("; ".join(damage))
+
+
+def put_aside(path):
+    """Renames a damaged file checkpoint.npz to checkpoint.damaged.npz, or damaged1, damaged2, .."""
+    parallel.wait()  # until every process has read it
+    if jax.process_index() > 0:
+        return
+    for number in itertools.count():
+        aside = path.with_name(f"{path.stem}.damaged{number or ''}.npz")
+        if not aside.exists():
+            os.replace(path, aside)
+            return
+
+
+def resume(folder, init):
+    """The state and the log rows that a run's folder holds; None and [] if it has saved no state.
+
+    init: a function that makes a state like the saved one; it is not computed, only traced. Raises
+    OSError if the log or both checkpoints are damaged, FloatingPointError if the run has diverged.
+    """
+    rows = read_log(folder)
+    check_log(folder, rows)
+    state = load_state(folder, jax.eval_shape(init))
+    if state is None:
+        return None, []
+    # A crash between the log and the checkpoint leaves a row that is ahead of the state.
+    return state, [row for row in rows if row["step"] <= int(state.t)]
+
+
+# ---- the log ----
+
+COUNTS = ("step", "tokens", "tokens_line_search")  # whole numbers in every row of a log
+MEASURES = ("val_loss", "val_bpb", "input_wait")  # numbers in every row
 
 
 def read_log(folder):
-    """The rows of log.jsonl; none where there is no such file. Raises OSError where it is damaged."""
+    """The rows of log.jsonl, [] if there is no such file. Raises OSError if it is damaged."""
     path = Path(folder) / "log.jsonl"
+    if not path.exists():
+        return []
     try:
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [json.loads(line) for line in path.read_text().splitlines()]
     except (ValueError, RecursionError) as error:
         raise OSError(f"{path} cannot be read: {error}") from None
 
 
 def write_log(folder, rows):
-    """Writes log.jsonl anew. NaN and infinity, which JSON has not, are refused with a ValueError."""
+    """Writes log.jsonl. Raises ValueError for NaN and infinity, which JSON does not have."""
     text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
     write_file(Path(folder) / "log.jsonl", lambda f: f.write(text.encode()))
 
 
-def resume(folder, init):
-    """The state and the log's rows that a run's folder holds, or None and []; init(): a state like it, not computed.
-
-    A damaged checkpoint is put aside, with a warning, and the one before is taken. Raises OSError where that is damaged
-    too, and FloatingPointError where the run diverged before.
-    """
-    rows, like = read_log(folder), jax.eval_shape(init)
-    if not all(isinstance(row, dict) for row in rows):
-        raise OSError(f"{folder}/log.jsonl has a line that is no JSON object")
+def check_log(folder, rows):
+    """Raises OSError if rows of a log are damaged, FloatingPointError if the run has diverged."""
+    for row in rows:
+        if not isinstance(row, dict):
+            raise OSError(f"{folder}/log.jsonl has a line that is no JSON object")
     if rows and "diverged" in rows[-1]:
         raise FloatingPointError(f"{folder}: {rows[-1]['diverged']}")
-    if not all(isinstance(row.get(name, ""), kind) for row in rows for name, kind in ROW.items()):
-        raise OSError(f"{folder}/log.jsonl has a row without what a row has; another --out begins anew")
-    newest, before = found = [Path(folder) / f"checkpoint{name}.npz" for name in ("", ".previous")]
-    if not any(path.exists() for path in found):
-        return None, []
-    try:
-        state = load(newest if newest.exists() else before, like)
-    except ValueError as error:
-        if not (newest.exists() and before.exists()):
-            raise OSError(error) from None
-        try:
-            state = load(before, like)
-        except ValueError as other:
-            raise OSError(f"{error}; {other}") from None
-        print(f"{error}; going on from the one before, step {int(state.t)}", file=sys.stderr)
-        parallel.wait()  # until all have read it
-        if jax.process_index() == 0:
-            names = (newest.with_name(f"checkpoint.damaged{i or ''}.npz") for i in itertools.count())
-            os.replace(newest, next(path for path in names if not path.exists()))
-    return state, [row for row in rows if row["step"] <= int(state.t)]
+    if not all(map(is_row, rows)):
+        raise OSError(f"{folder}/log.jsonl has a damaged row; another --out starts a new run")
+
+
+def is_row(row):
+    """Whether a row of a log has what a resumed run and the commands need of it."""
+    counts = all(isinstance(row.get(name), int) for name in COUNTS)
+    measures = all(isinstance(row.get(name), int | float) for name in MEASURES)
+    others = all(isinstance(value, int | float | None) for value in row.values())
+    return counts and measures and others
+
+
+# ---- the folder of a run ----
 
 
 @contextmanager
 def alone(folder):
-    """Holds a run's folder, made where there is none, against other processes; the hold ends with the process.
+    """Holds a run's folder, created if it is not there, against other runs.
 
-    Raises ValueError where another one has it. Of the processes of one run the first holds it.
+    The hold ends with the context or with the process. Raises ValueError if another run has the
+    folder. Of the processes of one run, the first holds it.
     """
     with ExitStack() as stack:
         taken = False
@@ -166,55 +233,93 @@ def alone(folder):
         yield
 
 
-def keep_programs(folder):
-    """Compiled programs stay in folder between runs, unless JAX is told of another place for them."""
-    if not jax.config.jax_compilation_cache_dir:  # by machine: a program of one CPU may not run on another
-        jax.config.update("jax_compilation_cache_dir", f"{folder}/{platform.node()}")
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+def check_folder(folder, flags, defaults):
+    """Raises ValueError if a folder holds anything but a run of these flags, or nothing.
+
+    flags: {name: value}, and maybe the hash of the text as "corpus". defaults: values of flags that
+    the run's config.json may lack, because it is older than they are.
+    """
+    folder = Path(folder)
+    if not folder.exists():
+        return
+    # What a run may leave that was killed before it had a config.json.
+    unborn = {"lock", "config.json.draft"}
+    if folder.is_dir() and {path.name for path in folder.iterdir()} <= unborn:
+        return
+
+    try:
+        saved = read_config(folder)
+        then = defaults | saved["config"]
+        saved["about"]["code"]  # open_folder needs it
+    except files.UNREADABLE:
+        raise ValueError(f"{folder} is there and is not a run; give another --out") from None
+    changes = []
+    for name, value in flags.items():
+        if then.get(name) != value:
+            changes.append(f"{name} {then.get(name)} -> {value}")
+    if changes:
+        what = "; ".join(changes)
+        raise ValueError(f"{folder} holds another run ({what}); give another --out")
 
 
-def code(*modules):
-    """A hash of the source of these files of the project; where none is named, of all but those that only show."""
-    every = [path for room in ("", "kernels", "text", "runtime") for path in sorted((ROOT / room).glob("*.py"))]
-    paths = [path for path in every if path.stem in (modules or {path.stem} - {"bench", "plot", "report"})]
-    return files.digest([[path.name, path.read_text()] for path in paths])
+def read_config(folder):
+    """What config.json of a run's folder holds."""
+    return json.loads((Path(folder) / "config.json").read_text())
+
+
+def open_folder(folder, flags):
+    """Creates the folder of a run. If it is there, says so if the code has changed since then."""
+    path = Path(folder) / "config.json"
+    if path.exists():
+        warn_of_other_code(folder, read_config(folder)["about"]["code"])
+        return
+    device = jax.devices()[0]
+    about = {
+        "commit": commit(),
+        "code": code(),
+        "python": sys.version.split()[0],
+        "jax": jax.__version__,
+        "numpy": np.__version__,
+        "device": f"{device.platform}: {device.device_kind}",
+    }
+    text = json.dumps({"config": flags, "about": about}, indent=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, lambda f: f.write(text.encode()))
+
+
+# ---- the code that a run was made with ----
+
+
+@cache  # of the code that this process has started with, even if it is edited meanwhile
+def code():
+    """A hash of the source files that decide what a run computes."""
+    contents = []
+    for room in ROOMS:
+        for path in sorted((ROOT / room).glob("*.py")):
+            if path.stem not in SHOWING:
+                contents.append([path.name, path.read_text()])
+    return files.digest(contents)
+
+
+def warn_of_other_code(what, code_then):
+    """Says so if a file or folder was begun with code that has changed since; the run goes on."""
+    if code_then != code():
+        print(f"{what} was begun with other code than the present one", file=sys.stderr)
 
 
 def commit():
-    """The git commit of this code, "-dirty" behind it where files differ; None outside a checkout."""
+    """The git commit of this code, with "-dirty" if files differ; None outside of a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+    return done.stdout.strip()
 
 
-def check_folder(folder, config):
-    """Raises ValueError where folder holds anything but a run of these settings, or nothing."""
-    folder, nothing = Path(folder), {"lock", "config.json.draft"}  # what a kill may leave of a run not begun
-    if not folder.exists() or (folder.is_dir() and {path.name for path in folder.iterdir()} <= nothing):
-        return
-    try:
-        old = json.loads((folder / "config.json").read_text())
-        then, _ = dict(old["config"]), old["about"]["code"]  # the latter for open_folder
-    except files.UNREADABLE:
-        raise ValueError(f"{folder} is there and is not a run; give another --out") from None
-    differ = [f"{k} {then.get(k)} -> {config[k]}" for k in config if then.get(k) != config[k]]
-    if differ:
-        raise ValueError(f"{folder} holds another run ({'; '.join(differ)}); give another --out")
-
-
-def open_folder(folder, config):
-    """Makes the folder of a run of these settings where there is none; where there is one of other code, says so."""
-    folder = Path(folder)
-    if (folder / "config.json").exists():
-        if json.loads((folder / "config.json").read_text())["about"]["code"] != code():
-            print(f"{folder} was begun with other code; another --out begins anew", file=sys.stderr)
-    else:
-        folder.mkdir(parents=True, exist_ok=True)
-        device = jax.devices()[0]
-        about = {"commit": commit(), "code": code(), "python": sys.version.split()[0]}
-        about |= {"jax": jax.__version__, "numpy": np.__version__, "device": f"{device.platform}: {device.device_kind}"}
-        text = json.dumps({"config": config, "about": about}, indent=1)
-        write_file(folder / "config.json", lambda f: f.write(text.encode()))
+def keep_programs(folder):
+    """Keeps compiled programs in a folder between runs, unless JAX is told of another place."""
+    if not jax.config.jax_compilation_cache_dir:
+        machine = platform.node()  # a program of one CPU may not run on another
+        jax.config.update("jax_compilation_cache_dir", f"{folder}/{machine}")
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -1,4 +1,4 @@
-"""Files that a crash leaves as they were or as they should be, and that one process has at a time."""
+"""Files that are never half written, and files that one process holds at a time."""
 
 import fcntl
 import hashlib
@@ -7,18 +7,26 @@ import os
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# what reading JSON may raise, and using what it holds, where that is anything
-UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+# What may be raised by reading JSON from a damaged file, and by using what it holds.
+UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 
 
-def digest(*what):
-    """A hash of values that JSON can hold: equal for equal values, in hexadecimal."""
-    return hashlib.sha256(json.dumps(what).encode()).hexdigest()
+def digest(*values):
+    """A hash in hexadecimal of values that JSON can hold. Equal values have equal hashes."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 @contextmanager
 def named(path):
-    """What fails in it says which file it is about, as a disk that is full does not."""
+    """Adds the path to OSErrors that lack one, such as "disk full"."""
     try:
         yield
     except OSError as error:
@@ -27,48 +35,58 @@ def named(path):
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def write_file(path, write, check=lambda path: None):
-    """Calls write(file) on a draft, syncs, checks and renames it to path, which is never half written.
+def write_file(path, write, check=None):
+    """Writes a file by write(file) such that `path` is never half written.
 
-    Of two processes one waits for the other; a draft that one that was killed has left is written over.
+    The bytes go to a draft beside it, which is synced to disk, checked by check(draft) if that is
+    given, and only then renamed to `path`. Of two processes that write the same file, one waits for
+    the other. A draft that a killed process has left is written over.
     """
     draft = Path(f"{path}.draft")
-    with named(path), locked(draft, make=False) as f:
+    with named(path), locked(draft, make_folder=False) as f:
         try:
             f.truncate(0)
             write(f)
             f.flush()
             os.fsync(f.fileno())
-            check(draft)
+            if check:
+                check(draft)
         except BaseException:
             draft.unlink()
             raise
-        os.replace(draft, path)  # from here another process may have a draft
+        os.replace(draft, path)  # from here on, another process may have a draft
         sync(draft.parent)
 
 
 def sync(folder):
-    """What was renamed in a folder is on disk."""
-    here = os.open(folder, os.O_RDONLY)
+    """Makes sure that the names of the files in a folder are on disk, after a rename."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(here)
+        os.fsync(descriptor)
     finally:
-        os.close(here)
+        os.close(descriptor)
 
 
 @contextmanager
-def locked(path, wait=True, make=True):
-    """The file, made where there is none, for one process at a time; the lock goes with its holder, however that ends.
+def locked(path, wait=True, make_folder=True):
+    """Holds a file, which is created if it is not there, as the only process.
 
-    `make`: its folder too. Raises BlockingIOError where another process has it and there is no `wait`.
+    The hold ends with the context or with the process, however it ends. If another process holds
+    the file, it waits, or raises BlockingIOError if `wait` is false.
     """
+    how = fcntl.LOCK_EX
+    if not wait:
+        how |= fcntl.LOCK_NB
+
     held = False
     while not held:
-        if make:
+        if make_folder:
             os.makedirs(path.parent, exist_ok=True)
-        with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as f:
-            fcntl.flock(f, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            with suppress(FileNotFoundError):  # or it was removed meanwhile
-                held = os.path.samefile(path, f.fileno())
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        with open(descriptor, "r+b") as f:
+            fcntl.flock(f, how)
+            # While this process waited, the holder may have renamed or removed the file.
+            with suppress(FileNotFoundError):
+                held = os.path.samefile(path, descriptor)
             if held:
                 yield f

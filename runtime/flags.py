@@ -37,6 +37,11 @@ def fields_of(cls, derived=()):
     }
 
 
+def values_of(config, derived=()):
+    """{name: value} for the fields of a dataclass object, without those named in `derived`."""
+    return {name: getattr(config, name) for name in fields_of(type(config), derived)}
+
+
 def comments_of(cls):
     """{field: comment} from the source of a class.
 
@@ -124,7 +129,7 @@ def check_choice(config, name, valid):
     """Raises ValueError if a field is not one of the valid values."""
     value = getattr(config, name)
     if value not in valid:
-        raise ValueError(f"{name} is {value!r}; valid: {', '.join(valid)}")
+        raise ValueError(f"{name} is {value!r}; valid: {', '.join(map(str, valid))}")
 
 
 def readable(limit):

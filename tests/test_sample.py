@@ -1,4 +1,4 @@
-"""A trained run goes on with a text; what is no run is said."""
+"""A trained run continues a text; what is no run is said."""
 
 import json
 from pathlib import Path
@@ -8,64 +8,76 @@ import pytest
 from conftest import everything, run
 
 import sample
-import train
 
 
-def test_a_run_goes_on_with_a_text(here, capsys):
+def test_a_run_continues_a_text(here, capsys):
     """The text first, commas and all; another seed, other words; nothing is written."""
-    assert run("--method", "muon", "--out", "r") == 0
+    assert run("--method", "muon", "--out", "r", "--steps", "1") == 0
     before = {p.name: p.stat().st_mtime_ns for p in Path("r").iterdir()}
     capsys.readouterr()
     said = {}
     for seed in ("0", "0", "1"):
-        assert train.main(["--generate", "the cat, sat", "--out", "r", "--seed", seed]) == 0
+        assert sample.main(["--out", "r", "the cat, sat", "--seed", seed]) == 0
         out = capsys.readouterr().out
-        assert out.startswith("the cat, sat") and len(out) > 20 and said.setdefault(seed, out) == out
+        assert out.startswith("the cat, sat") and len(out) > 20
+        assert said.setdefault(seed, out) == out
     assert said["0"] != said["1"]
     assert {p.name: p.stat().st_mtime_ns for p in Path("r").iterdir()} == before
 
 
-@pytest.mark.parametrize("average, part", [("0", ".params"), ("0.9", ".average")])
-def test_the_weights_are_those_that_were_evaluated(here, average, part):
+@pytest.mark.parametrize("average, field", [("0", ".params"), ("0.9", ".average")])
+def test_the_weights_are_those_that_were_evaluated(here, average, field):
     assert run("--method", "muon", "--out", "r", "--average", average) == 0
     network, params, tok = sample.read("r")
     assert (network.context, network.vocab_size, tok.name) == (16, 256, "bytes")
     for name in ("head", "embedding"):
-        np.testing.assert_array_equal(params[name], everything("r")[f"{part}['{name}']"])
+        np.testing.assert_array_equal(params[name], everything("r")[f"{field}['{name}']"])
 
 
 def test_a_confident_model_says_what_it_learnt(here, monkeypatch):
-    """One that has no doubt: it says the same letter to the end, or ends the document there, and is not asked again."""
+    """It repeats its one letter to the end, or it ends the document and is not asked again."""
     assert run("--method", "muon", "--out", "r", "--steps", "1") == 0
     end = sample.read("r")[2].end_of_text
-    for wanted, times in ((ord("x"), sample.LENGTH), (end, 1)):
+    for wanted, times, text in (
+        (ord("x"), sample.LENGTH, "ab" + "x" * sample.LENGTH),
+        (end, 1, "ab"),
+    ):
         asked = []
-        monkeypatch.setattr(sample, "following", lambda *args, w=wanted, asked=asked: asked.append(args) or w)
-        assert sample.generate("r", "ab") == "ab" + "x" * times * (wanted != end)
+
+        def draw(*args, wanted=wanted, asked=asked):
+            asked.append(args)
+            return wanted
+
+        monkeypatch.setattr(sample, "draw", draw)
+        assert sample.generate("r", "ab") == text
         assert len(asked) == times
 
 
-@pytest.mark.parametrize("content", [None, "{}", '{"config": {}}', "no JSON", json.dumps({"config": {"context": "x"}})])
+@pytest.mark.parametrize("content", [None, "{}", '{"config": {}}', "no JSON"])
 def test_what_is_no_run_is_said(here, capsys, content):
     Path("r").mkdir()
     if content is not None:
         Path("r/config.json").write_text(content)
-    for flags in (["--out", "r"], ["--out", "nowhere"], []):
-        assert train.main(["--generate", "a", *flags]) == 2
+    for words, says in (
+        (["a", "--out", "r"], "r holds no run to sample from"),
+        (["a", "--out", "nowhere"], "nowhere holds no run to sample from"),
+        (["a"], "required: --out"),
+        (["--out", "r"], "required: text"),
+        (["a", "b", "--out", "r"], "unrecognized arguments: b"),
+        (["a", "--out", "r", "--seed", "5b"], "seed is 5000000000; it must be at least 0"),
+        (["a", "--out", "r", "--seed", "x"], "invalid count value: 'x'"),
+        (["a\udcff", "--out", "r"], "invalid utf8 value"),
+    ):
+        assert sample.main(words) == 2
         out, err = capsys.readouterr()
-        assert out == "" and err.count("\n") == 1
-        assert ("holds no run to generate from" if flags else "generate needs --out") in err
+        assert out == "" and says in err and err.count("\n") == 1 and err.startswith("sample.py: ")
 
 
 def test_a_run_whose_settings_are_not_of_its_arrays_is_said(here, capsys):
     assert run("--method", "muon", "--out", "r", "--steps", "1") == 0
-    text = Path("r/config.json").read_text()
-    Path("r/config.json").write_text(text.replace('"d_ff": 8', '"d_ff": 16'))
+    config = json.loads(Path("r/config.json").read_text())
+    config["config"]["d_ff"] = 16
+    Path("r/config.json").write_text(json.dumps(config))
     capsys.readouterr()
-    assert train.main(["--generate", "a", "--out", "r"]) == 2
+    assert sample.main(["a", "--out", "r"]) == 2
     assert "its arrays are not of the sizes that config.json says" in capsys.readouterr().err
-
-
-def test_a_seed_that_is_none_is_said(here, capsys):
-    assert train.main(["--generate", "a", "--out", "r", "--seed", "5b"]) == 2
-    assert "seed is 5000000000; it must be at least 0" in capsys.readouterr().err

@@ -1,7 +1,10 @@
-"""Runs that are killed (-9) and gone on with: at random moments, `python tests/runtime/kill.py 20`, or, `python tests/runtime/kill.py`,
-at each of the moments that count, one after another: before every rename, link, removal and sync of a file.
+"""Kills runs (kill -9) and resumes them: every end must be bitwise that of a run left alone.
 
-Each ends, in every array bitwise, where a run ends that was left alone. Status 1 where one does not.
+    python tests/runtime/kill.py       a kill at each moment that counts, one after another: before
+                                       every rename, link, removal and sync of a file
+    python tests/runtime/kill.py 20    20 kills at random moments
+
+The exit status is 1 if an end is another one.
 """
 
 import itertools
@@ -18,75 +21,114 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-FLAGS = "--model tiny --d-model 16 --d-ff 32 --n-layers 1 --n-heads 2 --n-kv-heads 2 --context 16 --batch 2048 --seed 1"
-FLAGS += " --inner-batch 4 --tokens 40k --eval-tokens 640 --eval-every 3 --steps 8 --save-every 0.0001 --data text.txt"
+NETWORK = "--model tiny --d-model 16 --d-ff 32 --n-layers 1 --n-heads 2 --n-kv-heads 2 --context 16"
+BATCHES = "--batch 2048 --inner-batch 4 --tokens 40k --steps 8 --data text.txt --seed 1"
+SAVES = "--eval-tokens 640 --eval-every 3 --save-every 0.0001"  # after nearly every inner step
+FLAGS = f"{NETWORK} {BATCHES} {SAVES}".split()
+SHORT = "--steps 1 --tokens 2k --batch 192"  # of a flag that is given twice, the last one counts
+ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu"}
 
 
 def command(method, out):
-    """Saves after nearly every inner step, so that a kill often comes while one is written."""
-    return [sys.executable, str(ROOT / "train.py"), "--method", method, *FLAGS.split(), "--out", out]
+    """The words of a training command."""
+    return [sys.executable, str(ROOT / "train.py"), "--method", method, *FLAGS, "--out", out]
+
+
+def finish(words):
+    """Runs a command to its end."""
+    return subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT)
 
 
 def write_text():
-    lines = (f"{i} {i * i} the cat sat on mat {i % 7}\n" + "\n" * (i % 50 == 49) for i in range(4000))
+    lines = []
+    for i in range(4000):
+        lines.append(f"{i} {i * i} the cat sat on mat {i % 7}\n")
+        if i % 50 == 49:
+            lines.append("\n")
     Path("text.txt").write_text("".join(lines))
 
 
+def forget_warm_ups():
+    """Otherwise all runs but the first would find theirs made."""
+    for path in Path("data").glob("warmup-*"):
+        path.unlink()
+
+
 def end(out):
-    """The final arrays, and the log without times."""
+    """The final arrays of a run, and its log without times."""
     with np.load(Path(out) / "checkpoint.npz", allow_pickle=False) as arrays:
         arrays = {name: arrays[name].tobytes() for name in arrays}
     rows = [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
-    return arrays, [{k: v for k, v in row.items() if k not in ("seconds", "input_wait")} for row in rows]
+    for row in rows:
+        del row["seconds"], row["input_wait"]
+    return arrays, rows
+
+
+def ends_right(done, out, expected):
+    """Whether a finished command left the expected end, and no draft of a file."""
+    no_drafts = not list(Path(".").rglob("*.draft"))
+    return done.returncode == 0 and end(out) == expected and no_drafts
+
+
+def alone(method):
+    """(the end of a run that is left alone, the seconds it takes)."""
+    for name in (f"first-{method}", f"alone-{method}"):  # the first one compiles the programs
+        forget_warm_ups()
+        start = time.monotonic()
+        done = finish(command(method, name))
+        assert done.returncode == 0, done.stderr
+    return end(f"alone-{method}"), time.monotonic() - start
 
 
 def survive(kills, methods=("gn", "muon", "layerwise_gn", "gn_prox"), seed=0):
-    """Of each kill: (method, seconds after which it came, whether it hit, files that are left, if the end is right).
+    """Kills at random moments. For each: (whether it hit, files left, if the end is right).
 
-    In the current folder, which should be an empty one.
+    Works in the current folder, which should be empty.
     """
-    rng, alone, seen, env = random.Random(seed), {}, [], os.environ | {"JAX_PLATFORMS": "cpu"}
+    rng = random.Random(seed)
     write_text()
-
-    def forget():  # or all but the first run would find the warm-up made
-        for path in Path("data").glob("warmup-*"):
-            path.unlink()
-
-    finish = lambda method, out: subprocess.run(command(method, out), capture_output=True, text=True, env=env)
-    for i in range(kills):
-        method = methods[i % len(methods)]
-        if method not in alone:
-            for name in (f"first-{method}", f"alone-{method}"):  # the first one fills the cache of compiled programs
-                forget()
-                start = time.monotonic()
-                done = finish(method, name)
-                assert done.returncode == 0, done.stderr
-            alone[method] = end(f"alone-{method}"), time.monotonic() - start
-        expected, usual = alone[method]
+    expected = {method: alone(method) for method in methods[:kills]}
+    seen = []
+    for i, method in zip(range(kills), itertools.cycle(methods), strict=False):
+        right_end, usual = expected[method]
         out = f"{method}-{i}"
-        forget()
+        forget_warm_ups()
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        process = subprocess.Popen(command(method, out), env=env, **quiet)
+        process = subprocess.Popen(command(method, out), env=ENVIRONMENT, **quiet)
         wait = rng.uniform(0.4, 0.98) * usual
         time.sleep(wait)
         process.kill()
         hit = process.wait() < 0
-        left = sorted(path.name for path in Path(out).glob("*")) if Path(out).exists() else []
-        done = finish(method, out)
-        right = done.returncode == 0 and end(out) == expected and not list(Path(".").rglob("*.draft"))
-        seen.append((method, wait, hit, left, right))
-        how = "the same end" if right else done.stderr or "ANOTHER END"
+        left = sorted(path.name for path in Path(out).glob("*"))
+
+        done = finish(command(method, out))
+        right = ends_right(done, out, right_end)
+        seen.append((hit, left, right))
         when = f"killed after {wait:4.1f} s" if hit else "done before it was killed"
-        print(f"{method:13} {when}, left {', '.join(left) or 'nothing'}: {how}", flush=True)
+        show(f"{method:13} {when}, left {', '.join(left) or 'nothing'}", done, right)
     return seen
 
 
+def show(what, done, right):
+    """Prints how a resumed run ended."""
+    how = "the same end" if right else done.stderr or "ANOTHER END"
+    print(f"{what}: {how}", flush=True)
+
+
 def die_at(point, words):
-    """train.py's main, killed before its change number `point` of what is on disk; 0: prints how many it makes."""
+    """Runs train.py's main, and kills it before its change number `point` of what is on disk.
+
+    Point 0: not at all; prints how many changes it made.
+    """
     count = itertools.count(1)
 
     def counted(original):
-        return lambda *args, **options: next(count) == point and os.kill(os.getpid(), 9) or original(*args, **options)
+        def change(*args, **options):
+            if next(count) == point:
+                os.kill(os.getpid(), 9)
+            return original(*args, **options)
+
+        return change
 
     for name in ("replace", "link", "unlink", "fsync"):
         setattr(os, name, counted(getattr(os, name)))
@@ -99,30 +141,36 @@ def die_at(point, words):
 
 
 def points(every=1):
-    """Of a kill at every so many-th point: (point, whether it hit, if the end is right). In an empty current folder."""
+    """Kills at every so many-th point. For each: (whether it hit, if the end is right).
+
+    Works in the current folder, which should be empty.
+    """
     write_text()
-    seen, env = [], os.environ | {"JAX_PLATFORMS": "cpu"}
-    flags = [*FLAGS.split(), *"--steps 1 --tokens 2k --batch 192".split()]  # of a flag given twice the last one counts
+
+    def resume(point, out):
+        words = [sys.executable, __file__, "at", str(point), "--method", "muon", *FLAGS]
+        return finish([*words, *SHORT.split(), "--out", out])
 
     def start(point, out):
         """From nothing but compiled programs."""
         for path in Path("data").glob("[!c]*"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        return go_on(point, out)
-
-    def go_on(point, out):
-        words = [sys.executable, __file__, "at", str(point), "--method", "muon", *flags, "--out", out]
-        return subprocess.run(words, capture_output=True, text=True, env=env)
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        return resume(point, out)
 
     start(0, "first")
     number = int(start(0, "alone").stdout.split()[-1])
     expected = end("alone")
+    seen = []
     for point in range(1, number + 1, every):
-        hit = start(point, f"at-{point}").returncode == -9
-        done = go_on(0, f"at-{point}")
-        right = done.returncode == 0 and end(f"at-{point}") == expected and not list(Path(".").rglob("*.draft"))
-        seen.append((point, hit, right))
-        print(f"point {point:3} of {number}: {'the same end' if right else done.stderr or 'ANOTHER END'}", flush=True)
+        out = f"at-{point}"
+        hit = start(point, out).returncode == -9
+        done = resume(0, out)
+        right = ends_right(done, out, expected)
+        seen.append((hit, right))
+        show(f"point {point:3} of {number}", done, right)
     return seen
 
 

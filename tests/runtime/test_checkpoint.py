@@ -1,5 +1,6 @@
-"""Runs that are stopped or damaged go on, and end in bitwise the same state; nothing on disk is half written."""
+"""Runs that are stopped or damaged resume and end bitwise the same; nothing is half written."""
 
+import json
 import os
 import resource
 import shutil
@@ -17,9 +18,11 @@ import numpy as np
 import pytest
 from conftest import AS_A_USER, SEARCH, SMALL, assert_same, everything, rows, run, without_time
 
+import baselines
 import data
 import train
-from runtime import checkpoint
+from runtime import checkpoint, live
+from text import token_files
 
 
 @contextmanager
@@ -46,9 +49,10 @@ def assert_same_run(one, two):
 
 @pytest.mark.parametrize("method", list(train.METHODS))
 def test_fault_8_a_run_that_is_stopped_anywhere_goes_on_bitwise(here, method):
-    """SIGTERM at the n-th batch, n all over a run: status 143; the same command then ends in the same state.
+    """SIGTERM at the n-th batch, for n all over a run: status 143. The same command then resumes.
 
-    Inner iterate, momentum, place in the schedule and in the data, sums and averages: all of it is in the checkpoint.
+    Its end is the same: inner iterate, momentum, place in the schedule and in the data, sums and
+    averages are all in the checkpoint.
     """
     assert run("--method", method, "--out", "whole") == 0
     for n in range(0, 3 * (6 if method in SEARCH else 3), 4):
@@ -59,12 +63,14 @@ def test_fault_8_a_run_that_is_stopped_anywhere_goes_on_bitwise(here, method):
 
 
 def test_fault_8_a_resumed_run_reads_no_batch_again_and_counts_its_tokens(here):
-    """Stopped in its second outer step: the two commands together read each batch once, in order."""
+    """Stopped in its second outer step: both commands together read each batch once, in order."""
     with signal_at(2 + 3 + 1) as before:
         assert run("--method", "muon", "--out", "r") == 143
     with signal_at(-1) as after:
         assert run("--method", "muon", "--out", "r") == 0
-    assert [place[-1] for place in before + after] == list(range(2 + 3 * 3)) and len(before) == 2 + 3 + 2
+    assert [place[-1] for place in before + after] == list(range(2 + 3 * 3)) and len(
+        before
+    ) == 2 + 3 + 2
     assert [row["tokens"] for row in rows("r")] == [128 + 192 * t for t in range(4)]
 
 
@@ -75,7 +81,7 @@ def forget_warm_ups():
 
 @pytest.mark.parametrize("n", [0, 3, 6])
 def test_a_warm_up_that_is_stopped_goes_on_bitwise(here, n):
-    """SIGTERM at batch n of its 8: the next command begins with the one behind; nothing is left beside the run."""
+    """SIGTERM at batch n of its 8: the next command begins with batch n + 1."""
     flags = ["--method", "muon", "--tokens", "10k"]
     assert run(*flags, "--out", "whole") == 0
     forget_warm_ups()
@@ -92,7 +98,7 @@ def test_a_warm_up_that_is_stopped_goes_on_bitwise(here, n):
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_warm_up_is_saved_when_minutes_have_passed(here, capsys, damaged):
-    """With --save-every almost nothing after each step: a crash loses none, or all where what it left is damaged."""
+    """With --save-every almost nothing, a crash loses no step, unless what it left is damaged."""
     flags, original = ["--method", "muon", "--tokens", "10k", "--save-every", "1e-9"], data.batch
     assert run(*flags, "--out", "whole") == 0
     forget_warm_ups()
@@ -117,7 +123,11 @@ def test_a_warm_up_is_saved_when_minutes_have_passed(here, capsys, damaged):
 def test_fault_8_a_checkpoint_rounds_nothing(tmp_path):
     """Float32 with all its bits, and infinities; integers and keys as they are."""
     bits = np.random.default_rng(0).integers(0, 2**31, 10_000, dtype=np.int32)
-    tree = {"x": jnp.asarray(bits.view(np.float32)), "t": jnp.int32(2**31 - 1), "inf": jnp.full(2, -jnp.inf)}
+    tree = {
+        "x": jnp.asarray(bits.view(np.float32)),
+        "t": jnp.int32(2**31 - 1),
+        "inf": jnp.full(2, -jnp.inf),
+    }
     checkpoint.save(tmp_path / "a.npz", tree)
     again = checkpoint.load(tmp_path / "a.npz", jax.eval_shape(lambda: tree))
     np.testing.assert_array_equal(np.asarray(again["x"]).view(np.int32), bits)
@@ -138,12 +148,17 @@ def test_fault_7_the_average_is_in_every_save_and_goes_on_after_a_resume(here):
     assert_same_run("r", "whole")
 
 
-OUTSIDE = [(data, "write"), (data.Ahead, "__call__"), (train, "evaluate"), (checkpoint, "save")]
+OUTSIDE = [
+    (token_files, "write"),
+    (data.Ahead, "__call__"),
+    (train, "evaluate"),
+    (checkpoint, "save"),
+]
 
 
 @pytest.mark.parametrize("module, name", OUTSIDE)
 def test_a_signal_outside_of_steps_ends_the_run_too(here, capsys, module, name):
-    """While the corpus is tokenized, in the warm-up, in an evaluation, while saving: one line, nothing broken."""
+    """While the text is tokenized, in the warm-up, in an evaluation, while saving: one line."""
     with signal_at(0, module, name, signal.SIGINT):
         assert run("--method", "gn", "--out", "r") == 130
     err = capsys.readouterr().err
@@ -163,7 +178,7 @@ def test_a_signal_in_an_evaluation_does_not_lose_the_step_before(here):
 
 
 def test_a_signal_right_after_a_save_leaves_that_save(here):
-    """What it holds is newer than the last inner step that was seen, which must not be written over it."""
+    """It is newer than the state after the last inner step, which must not be written over it."""
     original = checkpoint.save
 
     def save(path, tree):
@@ -187,19 +202,8 @@ def test_stopped_between_evaluations_it_goes_on_bitwise(here):
         assert_same_run(f"r{n}", "whole")
 
 
-def test_conjugate_gradients_are_not_lost_to_a_signal(here):
-    """Killed in the evaluation after its third step, the first one: the third solve is in the checkpoint."""
-    cg = ["--method", "gn", "--inner", "cg", "--steps", "3", "--eval-every", "3", "--cg-steps", "3", "--damping", "1"]
-    assert run(*cg, "--out", "whole") == 0
-    with signal_at(1, train, "evaluate", signal.SIGINT):
-        assert run(*cg, "--out", "r") == 130
-    assert (everything("r")[".t"], everything("r")[".k"]) == (2, 3)
-    assert run(*cg, "--out", "r") == 0
-    assert_same_run("r", "whole")
-
-
 def test_a_grid_in_a_folder_of_its_own_and_stopped_goes_on(here, capsys):
-    """--out is the folder of the runs' folders; SIGTERM in the second member: the same command finishes the rest."""
+    """--out is the folder of the runs' folders. After SIGTERM the same command does the rest."""
     with signal_at(2 + 3 * 3 + 4):
         assert run("--method", "muon", "--lr", "0.01,0.02", "--out", "grid") == 143
     assert "the same command goes on" in capsys.readouterr().err
@@ -211,7 +215,7 @@ def test_a_grid_in_a_folder_of_its_own_and_stopped_goes_on(here, capsys):
 
 
 def test_a_signal_after_a_member_diverged_does_not_save_that_member_for_the_next(here):
-    """SIGTERM in the warm-up of the second member of a grid, the first having diverged inside its steps."""
+    """SIGTERM in the warm-up of the second member of a grid, after the first has diverged."""
     with signal_at(-1) as first:
         assert run("--method", "muon", "--lr", "1e30", "--out", "first") == 1
     with signal_at(len(first) + 1):
@@ -222,7 +226,7 @@ def test_a_signal_after_a_member_diverged_does_not_save_that_member_for_the_next
 
 
 def test_a_log_ahead_of_its_checkpoint_is_cut_back(here):
-    """A crash between the log and the checkpoint of a step: the same command makes the step and its row again, once.
+    """A crash between the log and the checkpoint of a step: the step and its row are made again.
 
     What the row says then counts no more: on a GPU, the step made again may come to another loss.
     """
@@ -245,10 +249,12 @@ def test_a_log_ahead_of_its_checkpoint_is_cut_back(here):
 
 
 def test_ctrl_c_ends_a_real_process_cleanly(here):
-    """python train.py, SIGINT while it trains: exit status 130, no traceback, and a checkpoint that can be read."""
+    """SIGINT to `python train.py`: status 130, no traceback, a checkpoint that can be read."""
     flags = ["--data", "text.txt", "--method", "gn", "--out", "r", "--steps", "100000"]
     command = [sys.executable, train.__file__, *SMALL, *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=AS_A_USER)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=AS_A_USER
+    )
     end = time.monotonic() + 300
     while process.poll() is None and not (Path("r/log.jsonl").exists() and len(rows("r")) > 2):
         assert time.monotonic() < end
@@ -260,22 +266,46 @@ def test_ctrl_c_ends_a_real_process_cleanly(here):
     assert everything("r")[".t"] >= 2
 
 
-def test_a_second_signal_does_not_wait():
-    """While training, the first one ends the run at its next safe point, the second at once; else the first does.
+def test_a_signal_ends_a_program_at_once_and_a_run_at_its_next_safe_point():
+    """There the newest state is saved, once. The handlers from before are back afterwards."""
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    saved = []
+    saver = live.Saver(saved.append, minutes=60)
+    with live.Signals() as signals, signals.deferred():
+        saver.newest = "a state"
+        live.safe_point(signals, saver)
+        assert saved == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(live.Stop):
+            live.safe_point(signals, saver)
+        assert saved == ["a state"] and saver.newest is None
+        with pytest.raises(live.Stop):
+            live.safe_point(signals, saver)
+        assert saved == ["a state"] and signals.number == signal.SIGTERM
+    with live.Signals(), pytest.raises(live.Stop):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
 
-    The second may come while a step writes its result where the state lay: that state is saved no more.
-    """
-    live = train.Live(None)
-    live.training, live.state = True, "a state"
-    live.caught(signal.SIGINT, None)
-    with pytest.raises(train.Stop):
-        live.check()
-    assert live.state == "a state"
-    with pytest.raises(train.Stop):
-        live.caught(signal.SIGINT, None)
-    assert live.state is None
-    with pytest.raises(train.Stop):
-        train.Live(None).caught(signal.SIGTERM, None)
+
+def test_a_second_signal_ends_a_run_without_a_save(here, capsys, monkeypatch):
+    """It may come while a step overwrites the memory of the state, which must then not be saved."""
+    original, steps = baselines.accumulate, []
+
+    def accumulate(*args):
+        steps.append(args)
+        if len(steps) == 2 + 3 + 2:  # in the second outer step
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(baselines, "accumulate", accumulate)
+        assert run("--method", "muon", "--out", "r") == 130
+    assert len(steps) == 2 + 3 + 2
+    assert (everything("r")[".t"], everything("r")[".k"]) == (1, 0)
+    err = capsys.readouterr().err
+    assert "stopped; the same command goes on from here" in err and err.count("\n") == 1
+    assert run("--method", "muon", "--out", "r") == 0
 
 
 def test_a_log_has_no_number_that_json_has_not(tmp_path):
@@ -286,7 +316,10 @@ def test_a_log_has_no_number_that_json_has_not(tmp_path):
 
 def test_a_finished_run_is_not_run_again(here, capsys):
     assert run("--method", "muon", "--out", "r") == 0
-    before, table = Path("r/checkpoint.npz").stat().st_mtime_ns, capsys.readouterr().out.split("train_loss")[1]
+    before, table = (
+        Path("r/checkpoint.npz").stat().st_mtime_ns,
+        capsys.readouterr().out.split("train_loss")[1],
+    )
     assert run("--method", "muon", "--out", "r") == 0
     assert Path("r/checkpoint.npz").stat().st_mtime_ns == before
     assert capsys.readouterr().out.split("train_loss")[1] == table
@@ -321,24 +354,37 @@ def test_after_a_damaged_checkpoint_the_one_before_is_taken(here, capsys):
     """With a warning, and the same end; the damaged one is put aside."""
     assert run("--method", "gn", "--out", "whole") == 0
     assert run("--method", "gn", "--out", "r") == 0
-    assert {p.name for p in Path("r").glob("*.npz")} == {"checkpoint.npz", "checkpoint.previous.npz"}
+    assert {p.name for p in Path("r").glob("*.npz")} == {
+        "checkpoint.npz",
+        "checkpoint.previous.npz",
+    }
     damage(Path("r/checkpoint.npz"))
     damaged = Path("r/checkpoint.npz").read_bytes()
     capsys.readouterr()
     assert run("--method", "gn", "--out", "r") == 0
     err = capsys.readouterr().err
-    assert "r/checkpoint.npz cannot be read" in err and "going on from the one before, step 2" in err
+    assert (
+        "r/checkpoint.npz cannot be read" in err and "resuming from the one before, step 2" in err
+    )
     assert Path("r/checkpoint.damaged.npz").read_bytes() == damaged
     assert_same_run("r", "whole")
 
 
 def test_whatever_is_damaged_in_a_checkpoint_is_said_or_harmless(tmp_path):
-    """Any byte changed, or an end missing: ValueError in one line, or the arrays are as they were."""
-    tree, path, said = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "t": np.int32(3)}, tmp_path / "a.npz", 0
+    """A byte changed or an end missing: ValueError in one line, or the arrays are as they were."""
+    tree, path, said = (
+        {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "t": np.int32(3)},
+        tmp_path / "a.npz",
+        0,
+    )
     checkpoint.save(path, tree)
     whole = path.read_bytes()
     places = range(len(whole))
-    flipped = [whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :] for at in places for bit in (1, 8, 128)]
+    flipped = [
+        whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :]
+        for at in places
+        for bit in (1, 8, 128)
+    ]
     for content in (*flipped, *(whole[:at] for at in places)):
         path.write_bytes(content)
         try:
@@ -383,7 +429,7 @@ def test_a_save_that_reads_back_wrong_leaves_the_one_before(here, capsys, monkey
 
 @contextmanager
 def full_disk(size):
-    """Within it, a write beyond the first `size` bytes of a file fails, as on a disk that is full."""
+    """Within it, a write beyond the first `size` bytes of a file fails, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -393,12 +439,16 @@ def full_disk(size):
 
 
 def test_on_a_full_disk_a_run_ends_with_one_line_and_goes_on_when_there_is_room(here, capsys):
-    """In the warm-up, at the first save, while the text is tokenized: the file is named, and the end is the same."""
+    """In the warm-up, at the first save, while the text is tokenized: the file is named."""
     flags = ["--method", "gn", "--save-every", "1e-9"]
     assert run(*flags, "--out", "whole") == 0
     (warm_up,) = Path("data").glob("warmup-*.npz")
     aside = warm_up.rename("aside.npz")
-    for name, size in (("r/warmup.npz", 20_000), ("r/checkpoint.next.npz", 20_000), ("data/text-bytes-", 100_000)):
+    for name, size in (
+        ("r/warmup.npz", 20_000),
+        ("r/checkpoint.next.npz", 20_000),
+        ("data/text-bytes-", 100_000),
+    ):
         if "checkpoint" in name:
             shutil.copy(aside, warm_up)
         if "text" in name:
@@ -416,7 +466,9 @@ def test_on_a_full_disk_a_run_ends_with_one_line_and_goes_on_when_there_is_room(
 def test_it_is_saved_inside_an_outer_step_when_minutes_have_passed(here, monkeypatch):
     """With --save-every almost nothing, after each inner step; with an hour only at evaluations."""
     original, saved = checkpoint.save_state, []
-    monkeypatch.setattr(checkpoint, "save_state", lambda f, s: saved.append((int(s.t), int(s.k))) or original(f, s))
+    monkeypatch.setattr(
+        checkpoint, "save_state", lambda f, s: saved.append((int(s.t), int(s.k))) or original(f, s)
+    )
     assert run("--method", "gn", "--out", "often", "--save-every", "1e-9") == 0
     inner = [(t, k) for t in range(3) for k in (1, 2, 3)]
     assert saved == sorted([*inner, *((t, 0) for t in range(4))])
@@ -434,7 +486,12 @@ def test_a_folder_that_is_in_use_is_refused(here, capsys):
     assert "r is in use by another run; give another --out" in err and err.count("\n") == 1
     assert [path.name for path in Path("r").iterdir()] == ["lock"]
     assert run("--method", "muon", "--out", "r") == 0
-    code = "import checkpoint; hold = checkpoint.alone('r'); hold.__enter__(); print('held', flush=True); input()"
+    code = """
+from runtime import checkpoint
+with checkpoint.alone("r"):
+    print("held", flush=True)
+    input()
+"""
     environment = AS_A_USER | {"PYTHONPATH": str(Path(train.__file__).parent)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     holder = subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes)
@@ -447,7 +504,9 @@ def test_a_folder_that_is_in_use_is_refused(here, capsys):
 
 def test_out_of_memory_says_which_flags_lower_it(here, capsys, monkeypatch):
     def full(*args):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes."
+        )
 
     monkeypatch.setattr(train, "outer_step", full)
     assert run("--method", "muon", "--out", "r") == 1
@@ -466,13 +525,13 @@ def test_killed_at_random_moments_runs_end_the_same(here, monkeypatch):
     """Three of the twenty kills of `python tests/runtime/kill.py`."""
     seen = kill.survive(3, ("gn",), seed=1)
     assert len(seen) == 3 and all(right for *_, right in seen), seen
-    assert any(hit and "checkpoint.npz" in left for _, _, hit, left, _ in seen), seen
+    assert any(hit and "checkpoint.npz" in left for hit, left, _ in seen), seen
 
 
 def test_killed_where_it_counts_runs_end_the_same(here):
-    """At each sixteenth of the places of `python tests/runtime/kill.py`: before a rename, a link, a removal or a sync."""
+    """At each sixteenth of the places of `kill.py`: before a rename, link, removal or sync."""
     seen = kill.points(every=16)
-    assert len(seen) >= 3 and all(hit and right for _, hit, right in seen), seen
+    assert len(seen) >= 3 and all(hit and right for hit, right in seen), seen
 
 
 def test_a_kill_while_a_run_is_begun_leaves_no_folder_that_is_refused(here):
@@ -483,36 +542,64 @@ def test_a_kill_while_a_run_is_begun_leaves_no_folder_that_is_refused(here):
     assert not list(Path("r").glob("*.draft"))
 
 
-def test_a_warm_up_of_other_code_is_not_gone_on_with(here, monkeypatch, capsys):
-    """Or its result would be taken for that of this code by all runs that share it."""
-    assert run("--method", "muon", "--tokens", "10k", "--out", "whole") == 0
-    forget_warm_ups()
-    code = checkpoint.code
-    with monkeypatch.context() as patch, signal_at(3):
-        patch.setattr(checkpoint, "code", lambda *modules: "older" + code(*modules))
-        assert run("--method", "muon", "--tokens", "10k", "--out", "r") == 143
-    with signal_at(-1) as after:
-        assert run("--method", "muon", "--tokens", "10k", "--out", "r") == 0
-    assert after[0][-1] == 0 and "r/warmup.npz holds other arrays" in capsys.readouterr().err
-    assert_same_run("r", "whole")
-
-
 def test_a_folder_that_is_removed_meanwhile_is_not_half_made_again(here, capsys, monkeypatch):
     original = checkpoint.write_log
-    monkeypatch.setattr(checkpoint, "write_log", lambda *args: shutil.rmtree("r") or original(*args))
+    monkeypatch.setattr(
+        checkpoint, "write_log", lambda *args: shutil.rmtree("r") or original(*args)
+    )
     assert run("--method", "muon", "--out", "r") == 1
     assert "r/log.jsonl" in capsys.readouterr().err and not Path("r").exists()
 
 
-def test_other_code_is_another_run(here, monkeypatch, capsys):
-    """The default folder's name depends on the code; in a folder that is named, a change of the code is said."""
-    assert run("--method", "adamw") == 0 and run("--method", "adamw", "--out", "r") == 0
-    monkeypatch.setattr(checkpoint, "code", lambda *modules: "changed")
-    assert run("--method", "adamw") == 0
-    assert len(list(Path("runs").iterdir())) == len(list(Path("data").glob("warmup-*.npz"))) == 2
+def test_a_run_and_a_warm_up_resume_when_the_code_has_changed(here, monkeypatch, capsys):
+    """Both are found again, one line says so, and the end is the same."""
+    assert run("--method", "muon", "--tokens", "10k", "--out", "whole") == 0
+    (warm_up,) = Path("data").glob("warmup-*.npz")
+    warm_up.unlink()
+    original = checkpoint.code
+    with monkeypatch.context() as patch, signal_at(3):
+        patch.setattr(checkpoint, "code", lambda: "0" * 64)
+        assert run("--method", "muon", "--tokens", "10k") == 143
+    assert checkpoint.code is original
     capsys.readouterr()
-    assert run("--method", "adamw", "--out", "r") == 0
-    assert "r was begun with other code" in capsys.readouterr().err
+    with signal_at(-1) as after:
+        assert run("--method", "muon", "--tokens", "10k") == 0
+    (folder,) = Path("runs").iterdir()
+    said = f"{folder} was begun with other code than the present one\n"
+    assert after[0][-1] == 4 and capsys.readouterr().err == said
+    assert_same_run(folder, "whole")
+
+    # The warm-up was begun with the code of before: a run that takes it now says that.
+    assert run("--method", "muon", "--tokens", "10k", "--out", "r") == 0
+    said = f"{warm_up} was begun with other code than the present one\n"
+    assert capsys.readouterr().err == said
+    assert_same_run("r", "whole")
+
+
+def test_a_warm_up_of_other_arrays_is_made_again(here, capsys):
+    """One whose file has been exchanged, or whose arrays the code has changed since."""
+    assert run("--method", "muon", "--out", "a") == 0
+    (path,) = Path("data").glob("warmup-*.npz")
+    checkpoint.save(path, {"params": np.zeros(3)})
+    capsys.readouterr()
+    assert run("--method", "muon", "--out", "b") == 0
+    assert (
+        f"{path} holds other arrays than this run has; the warm-up is made again"
+        in capsys.readouterr().err
+    )
+    assert_same_run("a", "b")
+
+
+def test_a_flag_that_is_newer_than_a_run_counts_as_its_default(here, capsys):
+    """So a run is not lost when a field is added to a Config; another value is another run."""
+    assert run("--method", "muon", "--out", "r") == 0
+    config = json.loads(Path("r/config.json").read_text())
+    del config["config"]["clip"]
+    Path("r/config.json").write_text(json.dumps(config))
+    assert run("--method", "muon", "--out", "r") == 0
+    capsys.readouterr()
+    assert run("--method", "muon", "--out", "r", "--clip", "2") == 2
+    assert "r holds another run (clip 1.0 -> 2.0)" in capsys.readouterr().err
 
 
 def test_a_run_does_not_go_on_with_another_text(here, capsys):
@@ -529,16 +616,20 @@ def test_a_run_does_not_go_on_with_another_text(here, capsys):
 
 
 def test_the_hash_of_the_code_is_of_what_the_files_say(tmp_path, monkeypatch):
-    """But for the files that only show: of all the others, of one, or of those that are named."""
+    """In every room, but for the files that only show."""
     monkeypatch.setattr(checkpoint, "ROOT", tmp_path)
-    for name in ("gn", "model", "plot", "report"):
+    (tmp_path / "runtime").mkdir()
+    for name in ("gn", "plot", "runtime/flags", "runtime/report"):
         (tmp_path / f"{name}.py").write_text("1")
-    every, named = checkpoint.code(), checkpoint.code("model")
-    (tmp_path / "plot.py").write_text("2")
-    (tmp_path / "report.py").write_text("2")
-    assert checkpoint.code() == every
-    (tmp_path / "gn.py").write_text("2")
-    assert checkpoint.code() != every and checkpoint.code("model") == named != checkpoint.code("gn")
+    code = checkpoint.code.__wrapped__  # without its cache
+    hashes = [code()]
+    for name in ("gn", "runtime/flags"):
+        (tmp_path / f"{name}.py").write_text("2")
+        hashes.append(code())
+    assert len(set(hashes)) == 3
+    for name in ("plot", "runtime/report"):
+        (tmp_path / f"{name}.py").write_text("2")
+        assert code() == hashes[-1]
 
 
 def test_another_run_in_the_folder_is_refused_by_name(here, capsys):
@@ -574,7 +665,9 @@ def test_a_failed_save_leaves_the_old_file(tmp_path):
 X, Y = jnp.zeros(3, jnp.int32), jnp.zeros(1)
 
 
-@pytest.mark.parametrize("like", [{"y": X}, {"x": jnp.zeros(4, jnp.int32)}, {"x": jnp.zeros(3)}, {"x": X, "y": Y}])
+@pytest.mark.parametrize(
+    "like", [{"y": X}, {"x": jnp.zeros(4, jnp.int32)}, {"x": jnp.zeros(3)}, {"x": X, "y": Y}]
+)
 def test_a_checkpoint_of_another_shape_is_refused(tmp_path, like):
     checkpoint.save(tmp_path / "a.npz", {"x": jnp.arange(3)})
     with pytest.raises(ValueError, match="other arrays"):
