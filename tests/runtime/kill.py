@@ -71,40 +71,40 @@ def ends_right(done, out, expected):
 
 
 def alone(method):
-    """(the end of a run that is left alone, the seconds it takes)."""
-    for name in (f"first-{method}", f"alone-{method}"):  # the first one compiles the programs
-        forget_warm_ups()
-        start = time.monotonic()
-        done = finish(command(method, name))
-        assert done.returncode == 0, done.stderr
-    return end(f"alone-{method}"), time.monotonic() - start
+    """The end of a run that is left alone."""
+    forget_warm_ups()
+    done = finish(command(method, f"alone-{method}"))
+    assert done.returncode == 0, done.stderr
+    return end(f"alone-{method}")
 
 
 def survive(kills, methods=("gn", "muon", "layerwise_gn", "gn_prox"), seed=0):
     """Kills at random moments. For each: (whether it hit, files left, if the end is right).
 
-    Works in the current folder, which should be empty.
+    Each comes up to a second after a file appears. Works in the current folder, which should be
+    empty.
     """
     rng = random.Random(seed)
     write_text()
     expected = {method: alone(method) for method in methods[:kills]}
     seen = []
     for i, method in zip(range(kills), itertools.cycle(methods), strict=False):
-        right_end, usual = expected[method]
         out = f"{method}-{i}"
         forget_warm_ups()
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         process = subprocess.Popen(command(method, out), env=ENVIRONMENT, **quiet)
-        wait = rng.uniform(0.4, 0.98) * usual
-        time.sleep(wait)
+        awaited = ("checkpoint.npz", "warmup.npz", "checkpoint.previous.npz")[i % 3]
+        while process.poll() is None and not Path(out, awaited).exists():
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 1))
         process.kill()
         hit = process.wait() < 0
         left = sorted(path.name for path in Path(out).glob("*"))
 
         done = finish(command(method, out))
-        right = ends_right(done, out, right_end)
+        right = ends_right(done, out, expected[method])
         seen.append((hit, left, right))
-        when = f"killed after {wait:4.1f} s" if hit else "done before it was killed"
+        when = f"killed after {awaited}" if hit else "done before it was killed"
         show(f"{method:13} {when}, left {', '.join(left) or 'nothing'}", done, right)
     return seen
 
