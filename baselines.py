@@ -40,9 +40,7 @@ class Config:
     lr: float = 0.003
     schedule: str = "cosine"  # cosine | constant, over the run (App. H; constant with --average)
     warmup: float = 0.0  # fraction of the run in which lr rises linearly (Appendix H: 0 or 0.1)
-    weight_decay: float = (
-        0.0  # decay of every matrix, times lr, per update (App. H: AdamW 0 to 0.1)
-    )
+    weight_decay: float = 0.0  # decay of every matrix, times lr, per update (App. H: 0 to 0.1)
     # decay τ of the weight average, per update, evaluated in place of θ (Appendix H: 0.3 to 0.99)
     average: float = 0.0
     clip: float = 1.0  # largest gradient norm of an optimizer group; 0 = any

@@ -1,10 +1,10 @@
-"""How fast is it here? `python bench.py --model tiny` prints a row for each step that training takes.
+"""How fast is it here? `python bench.py --model tiny` prints a row for each step of training.
 
 The rows are the inner step, the line search and a whole outer step of each method, the updates of
 the optimizers, and a forward pass. A row shows
   ms        milliseconds of one call: the median, and the smallest and largest, over repetitions
   tokens/s  tokens that a call reads, over the median
-  share     the rate of the matrix products that the mathematics asks for, over the rate of one large
+  share     the rate of the matrix products that the maths asks for, over the rate of one large
             product on the same devices
   GiB       memory that the compiler reserves: arguments, results and all between
   first, s  seconds of the first call, with its compilation or its retrieval from disk
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import baselines
@@ -52,7 +51,7 @@ class Config:
 
 
 class Products(NamedTuple):
-    """Multiply-adds of a step per token: for each weight of the blocks and of the head, and attention.
+    """Multiply-adds of a step per token: per weight of the blocks and of the head, and attention.
 
     A unit of attention is one of its two products, q kᵀ or p v, in the forward pass.
     """
@@ -68,7 +67,7 @@ GAUSS_NEWTON = Products(5, 5, 12)  # two more forward, for the change of the inp
 
 
 def layerwise_products(network):
-    """Products of layerwise Gauss-Newton: a forward pass, and each layer's stream through those above.
+    """Those of layerwise Gauss-Newton: a forward pass, and each stream through the layers above.
 
     A block's own stream costs 4; on average L / 2 + 1 streams pass a block, each at 2.
     """

@@ -1,4 +1,4 @@
-"""Full Gauss-Newton (Algorithm 1): minimize a quadratic model of the loss, then search the step.
+"""Full Gauss-Newton (Algorithm 1): minimize a quadratic stand-in for the loss, then line search.
 
 Around the present parameters θ_t the network f is replaced by its linearization, and the loss ℓ by
 its second-order expansion in the logits. With δ = θ - θ_t, z = f(θ_t), and J = ∂f/∂θ at θ_t:
@@ -6,19 +6,21 @@ its second-order expansion in the logits. With δ = θ - θ_t, z = f(θ_t), and 
     L2(θ_t + δ) = ℓ(z) + g·v + ½ v·Hv,     v = J δ,  g = ∇ℓ(z),  H = ∇²ℓ(z)      (Section 4.3)
     ∇L2 = Jᵀ(g + H v) = ∇L(θ_t) + G δ,     G = Jᵀ H J                            (Appendix B)
 
-L2 is smallest at δ = -G⁻¹ ∇L(θ_t). That is the Gauss-Newton update. Newton's method has the Hessian
-of the loss in place of G. It is G + Σ gᵢ ∇²fᵢ, a sum over the logits: G leaves out the curvature of
-the network itself. What is left has no negative direction: for cross-entropy, with p = softmax(z),
-g = p - onehot(y), and H = diag(p) - p pᵀ is positive semi-definite, so G is, too.
+Here L(θ) = ℓ(f(θ)). L2 is smallest where ∇L2 = 0, at δ = -G⁻¹ ∇L(θ_t): the Gauss-Newton update. (G
+has no inverse where a δ changes no probability. L2 is flat there, and any solution will do.)
+
+Newton's method has the Hessian of L in place of G. It is G + Σᵢ gᵢ ∇²fᵢ, a sum over the logits: G
+leaves out the curvature of the network itself. What is left is nowhere negative, because H is not:
+for one token H = diag(p) - p pᵀ, where p = softmax(z) and v·Hv is the variance of v under p.
 
 Neither J nor G is ever formed. JAX gives us functions that multiply by J and by Jᵀ:
     `jax.linearize(f, θ_t)` returns f(θ_t) and the pushforward, δ -> J δ;
-    `jax.linear_transpose(pushforward, θ_t)` returns the pullback, u -> Jᵀ u.
-An array such as u, which has the shape of z and is pulled back, is called a cotangent (here: _bar).
+    `jax.linear_transpose(pushforward, θ_t)` returns the pullback, u -> Jᵀ u (θ_t tells it shapes).
+What is pulled back is called a cotangent: u for the logits, h_bar for the layer below them.
 
-An outer step reads one batch, as N inner batches, and takes N steps of Muon on L2, one on each. The
-mean of the inner batches' L2 is the batch's L2. So the inner loop is stochastic optimization of one
-quadratic: as N grows and the learning rate falls, it approaches -G⁻¹ ∇L of the batch.
+An outer step reads one batch, in N inner batches, and takes a step of Muon on L2 for each. The mean
+of the inner batches' L2 is the batch's L2. So all inner steps follow noisy gradients of the same
+quadratic and move δ towards its minimum; N and the learning rate decide how near it comes.
 """
 
 from dataclasses import dataclass
@@ -37,7 +39,7 @@ from optimizers import cosine, progress, rise
 from runtime import parallel
 from runtime.flags import check_choice, check_range, traced
 
-SCHEDULES = {  # how the learning rate falls with how much of the run and of the inner loop is done
+SCHEDULES = {  # factors of lr; run, inner: the part of the run, of the inner loop, that is done
     "constant+inner cosine": lambda run, inner: cosine(inner),
     "global cosine": lambda run, inner: cosine(run),
     "global+inner cosine": lambda run, inner: cosine(run) * cosine(inner),
@@ -50,18 +52,18 @@ INNER_OPTIMIZERS = {  # optax transformations; lr: of this inner step, c: the Co
 }
 
 
-@traced
+@traced  # jax.jit takes the floats as inputs; all other fields are constants of the program
 @dataclass(frozen=True)
-class LineSearch:
-    """The sizes of a run, filled in by train.py, and the settings of a line search."""
+class BaseConfig:
+    """Sizes of the run, which train.py fills in, and the line search: all that gn_cg.py shares."""
 
-    network: model.Config
+    network: model.Config  # sizes of the network
     inner_steps: int  # inner batches in a batch, N
-    outer_steps: int  # outer steps of the run, T
+    outer_steps: int  # outer steps of the run
     inner_tokens: int = 0  # tokens in an inner batch
-    model: Any = model  # the module that defines the network: model.py, or one of your own
-    line_search: int = 5  # step sizes α = 2^(-i/2) tried on fresh tokens (Appendix D); 0 = α is 1
-    # fresh tokens that a line search reads, about; 0 = as many as the batch has (Algorithm 1)
+    model: Any = model  # the module of the network's functions: model.py, or one of your own
+    line_search: int = 5  # how many α = 2^(-i/2) are tried (Appendix D); 0 = no search, α = 1
+    # about how many fresh tokens a line search reads; 0 = as many as the batch has (Algorithm 1)
     line_search_tokens: int = 0
     guard: bool = True  # refuse a step when no step size beats θ_t; false = as in the paper
 
@@ -73,13 +75,12 @@ class LineSearch:
         return self.inner_steps if self.line_search else 0
 
     def check(self):
-        """Raises ValueError where a setting is out of its range."""
         check_range(self, ["line_search", "line_search_tokens"], least=0)
 
 
 @traced
 @dataclass(frozen=True)
-class Config(LineSearch):
+class Config(BaseConfig):
     """Settings of Gauss-Newton. "App. H" gives the values that the paper tried."""
 
     lr: float = 0.01  # peak learning rate of the inner optimizer (App. H: 0.001 to 0.1)
@@ -90,12 +91,14 @@ class Config(LineSearch):
     inner: str = "muon"  # muon | adamw: the inner optimizer (Section 5.1)
     momentum: float = 0.95  # decay of its running mean of gradients, per inner step (App. H)
     weight_decay: float = 0.001  # of every matrix, times lr, per inner step (App. H: 0 or 0.001)
-    damping: float = 0.0  # λ of ½ λ |δ|², added to L2 (App. H, loss weight decay: 0 to 0.1)
+    damping: float = 0.0  # λ of ½ λ |δ|², added to L2 (App. H, "loss weight decay": 0 to 0.1)
     parameter_weight_decay: float = 0.0  # of every matrix, per outer step (App. H: 0 to 0.1)
     # decay τ of the weight average, per inner step (App. H: 0.9 to 0.999); 0 = no average. Default:
     # 0 with a line search, 0.999 without
     average: float = None
-    clip: float = 1.0  # largest gradient norm of an optimizer group, per inner step; 0 = any
+    clip: float = (
+        1.0  # largest norm of the gradient of Muon's matrices, and of Adam's rest; 0 = any
+    )
 
     def __post_init__(self):
         if self.average is None:
@@ -114,7 +117,7 @@ class Config(LineSearch):
 class State(NamedTuple):
     """Where Gauss-Newton is: before inner step k of outer step t."""
 
-    params: Any  # θ_t
+    params: Any  # θ_t; in functions below: theta0
     theta: Any  # θ, the inner iterate
     average: Any  # the weight average, evaluated in place of θ_t; None where config.average is 0
     opt: Any  # state of the inner optimizer
@@ -124,16 +127,11 @@ class State(NamedTuple):
     inner_loss: jax.Array  # sum over these of L2 at the inner iterate
 
 
-def inner_optimizer(lr, config):
-    """The optax transformation that minimizes L2."""
-    return INNER_OPTIMIZERS[config.inner](lr, config)
-
-
 def init(params, config):
-    """State at the first outer step, from parameters θ_0. No two of its arrays share memory."""
+    """State at the first outer step, from copies of θ_0, as `inner_step` overwrites its state."""
     theta = jax.tree.map(jnp.copy, params)
     average = jax.tree.map(jnp.copy, params) if config.average else None
-    opt = inner_optimizer(0.0, config).init(params)
+    opt = INNER_OPTIMIZERS[config.inner](0.0, config).init(params)  # the same for any lr
     t, k = jnp.zeros(2, jnp.int32)
     loss, inner_loss = jnp.zeros(2, jax.tree.leaves(params)[0].dtype)
     params = jax.tree.map(jnp.copy, params)
@@ -142,7 +140,7 @@ def init(params, config):
 
 @on_gpu(quadratic_kernel)
 def quadratic(z, v, y, loss=model.cross_entropy):
-    """ℓ at θ_t, L2 at θ_t + δ, and the gradient of L2 in the logits, g + H v: sums over c tokens.
+    """ℓ at θ_t and L2 at θ_t + δ, summed over c tokens; and L2's gradient in v, g + H v, [c, V].
 
     z: f(θ_t), [c, V]; v: J δ, [c, V]; y: labels, int32 [c]; loss(z, y): a sum over tokens.
     """
@@ -157,9 +155,9 @@ def quadratic(z, v, y, loss=model.cross_entropy):
 def value_and_grad(theta0, delta, tokens, config, objective=quadratic):
     """ℓ at θ_t, L2 at θ_t + δ, and the gradient of L2 in the parameters: means over tokens.
 
-    tokens: int32 ids [B, T+1]; objective: `quadratic` or another function of its kind.
+    tokens: int32 ids [B, T+1]; objective: `quadratic`, or gn_prox.py's.
     """
-    model, network = config.model, config.network
+    model, network = config.model, config.network  # functions and sizes
     x, y = model.inputs_and_labels(tokens)
 
     # Up: linearize the network below its head, h [B, T, D], and push δ through it.
@@ -177,19 +175,19 @@ def value_and_grad(theta0, delta, tokens, config, objective=quadratic):
 
     h_bar, (ell, L2, head_grad) = model.over_tokens(network, across, h, dh, y)
 
-    # Down: pull the cotangent back through the same linear map, Jᵀ u.
+    # Down: pull h_bar back through the same map. With the head's part, this is Jᵀ u.
     (grad,) = jax.linear_transpose(push, theta0)(h_bar)
-    grad = grad | head_grad
+    grad = grad | head_grad  # in place of zeros, as `hidden` does not read the head
     return jax.tree.map(lambda total: total / y.size, (ell, L2, grad))
 
 
 def learning_rate(t, k, config):
     """Learning rate of inner step k of outer step t (Appendix D)."""
-    T, N = config.outer_steps, config.inner_steps
-    run = progress((t + k / N) / T, config.warmup)
+    steps, N = config.outer_steps, config.inner_steps
+    run = progress((t + k / N) / steps, config.warmup)  # 0 to 1, from the end of the warm-up on
     inner = progress(k / N, config.inner_warmup)
     fall = SCHEDULES[config.schedule](run, inner)
-    run_rise = rise(t * N + k, config.warmup * T * N)
+    run_rise = rise(t * N + k, config.warmup * steps * N)  # up to 1 within so many inner steps
     inner_rise = rise(k, config.inner_warmup * N)
     return config.lr * run_rise * inner_rise * fall
 
@@ -198,21 +196,23 @@ def learning_rate(t, k, config):
 def inner_step(state, tokens, config, value_and_grad=value_and_grad):
     """The State after one step of the inner optimizer on an inner batch, int32 [B, T+1].
 
-    The state is donated: its memory goes to the result, and it cannot be used again.
+    The state is donated: its memory goes to the result, and it cannot be used again. parallel.jit
+    and parallel.mean are jax.jit and "the mean over the devices, each with a share of the tokens".
     """
     delta = jax.tree.map(jnp.subtract, state.theta, state.params)
-    mean_over_devices = parallel.mean(partial(value_and_grad, config=config))
-    ell, L2, grad = mean_over_devices(state.params, delta, tokens)
+    mean_value_and_grad = parallel.mean(partial(value_and_grad, config=config))
+    ell, L2, grad = mean_value_and_grad(state.params, delta, tokens)
 
     # Damping adds ½ λ |δ|² to L2, and λ δ to its gradient.
     L2 += config.damping / 2 * optax.tree.norm(delta, squared=True)
     grad = jax.tree.map(lambda g, d: g + config.damping * d, grad, delta)
 
-    optimizer = inner_optimizer(learning_rate(state.t, state.k, config), config)
+    lr = learning_rate(state.t, state.k, config)
+    optimizer = INNER_OPTIMIZERS[config.inner](lr, config)
     step, opt = optimizer.update(grad, state.opt, state.theta)
     theta = optax.apply_updates(state.theta, step)
     average = state.average
-    if not config.line_search:
+    if not config.line_search:  # with one, `move` averages
         average = optimizers.update_average(average, theta, config.average)
     state = state._replace(loss=state.loss + ell, inner_loss=state.inner_loss + L2)
     return state._replace(theta=theta, average=average, opt=opt, k=state.k + 1)
@@ -224,9 +224,9 @@ def between(theta0, theta, alpha):
     return jax.tree.map(partial(jnp.where, alpha == 0), theta0, point)
 
 
-@jax.jit
+@parallel.jit
 def losses(theta0, theta, alphas, tokens, config):
-    """[A]: the loss at θ_t + α (θ - θ_t) for each α of alphas [A]; infinite if θ is not finite."""
+    """[A]: the loss at θ_t + α (θ - θ_t) for each α of alphas, [A]; α > 0 needs a finite θ."""
     is_finite = [jnp.isfinite(a).all() for a in jax.tree.leaves(theta)]
     all_finite = jnp.array(is_finite).all()
     mean_loss = parallel.mean(partial(config.model.loss, config.network))
@@ -241,7 +241,7 @@ def losses(theta0, theta, alphas, tokens, config):
 def line_search(theta0, theta, fresh, config):
     """The α of 2^(-i/2), i < line_search, with the smallest loss on fresh tokens; see `update`.
 
-    With the guard it is 0 if none of them is better than θ_t. A loss that is not finite never is.
+    With the guard it is 0 unless one of them beats θ_t. A loss that is not finite beats nothing.
     """
     alphas = 2.0 ** (-jnp.arange(config.line_search) / 2)
     if config.guard:
@@ -249,7 +249,8 @@ def line_search(theta0, theta, fresh, config):
     total = jnp.zeros_like(alphas)
     for k in range(config.fresh_batches):
         batch_losses = losses(theta0, theta, alphas, fresh(k), config)
-        total = jax.block_until_ready(total) + batch_losses  # at most one more is in flight
+        jax.block_until_ready(total)  # of the batches before: not to run ahead of the device
+        total = total + batch_losses
     total = jnp.where(jnp.isfinite(total), total, jnp.inf)
     return alphas[jnp.argmin(total)]
 
@@ -258,12 +259,12 @@ def line_search(theta0, theta, fresh, config):
 def move(state, alpha, config):
     """The State at the start of the next outer step, at θ_{t+1} = θ_t + α (θ - θ_t).
 
-    The next inner loop starts from θ, not from θ_{t+1} (Section 5.1): θ is the point that the inner
-    optimizer has come to, and its momentum belongs to it. α only says which weights are trusted. If
-    the step was refused (α = 0), θ is a bad point: the loop starts from θ_t, without momentum.
+    The next inner loop starts from θ, not from θ_{t+1} (Section 5.1): the inner optimizer goes on
+    from the point that it has come to, with its momentum there. α only decides where the network is
+    linearized next. After a refused step (α = 0) the loop starts from θ_t, without momentum.
     """
     params = between(state.params, state.theta, alpha)
-    no_momentum = inner_optimizer(0.0, config).init(params)
+    no_momentum = INNER_OPTIMIZERS[config.inner](0.0, config).init(params)
     refused = alpha == 0
     theta = jax.tree.map(partial(jnp.where, refused), params, state.theta)
     opt = jax.tree.map(partial(jnp.where, refused), no_momentum, state.opt)
@@ -274,23 +275,22 @@ def move(state, alpha, config):
     if config.line_search:  # one outer step counts as its N inner steps
         tau = config.average**config.inner_steps
         average = optimizers.update_average(average, params, tau)
-    k, loss, inner_loss = jax.tree.map(jnp.zeros_like, state[-3:])
+    k, loss, inner_loss = jax.tree.map(jnp.zeros_like, (state.k, state.loss, state.inner_loss))
     return State(params, theta, average, opt, state.t + 1, k, loss, inner_loss)
 
 
 def update(state, batches, fresh, config, watch=lambda state: None, value_and_grad=value_and_grad):
     """One outer step of Algorithm 1: minimize L2 over a batch, search along the step, move.
 
-    batches(k), k < inner_steps: the inner batches, int32 [B, T+1]; fresh(k), k < fresh_batches:
-    those of the line search; watch(state) is called after each inner step. Returns the next State,
-    and metrics: train_loss (ℓ at θ_t) and inner_loss (L2), means over the batch in nats per token;
-    lr of the first inner step; alpha of the line search, 0 if it refused the step.
+    batches(k), k < inner_steps: inner batches, int32 [B, T+1]; fresh(k), k < fresh_batches: those
+    of the line search; watch(state): called after each inner step; value_and_grad: of this file or
+    another method. Returns the next State, and metrics: train_loss (ℓ at θ_t) and inner_loss (L2),
+    means in nats per token; lr of the first inner step; alpha, 0 if the step was refused.
     """
     N = config.inner_steps
     for k in range(int(state.k), N):  # a run that was stopped inside the loop resumes there
         state = inner_step(state, batches(k), config, value_and_grad)
         watch(state)
-
     metrics = {"train_loss": state.loss / N, "inner_loss": state.inner_loss / N}
     metrics["lr"] = learning_rate(state.t, 0, config)
     alpha = 1.0

@@ -23,7 +23,7 @@ from runtime.flags import check_range, traced
 
 @traced
 @dataclass(frozen=True)
-class Config(gn.LineSearch):
+class Config(gn.BaseConfig):
     """Settings of the solver and of the line search after it."""
 
     damping: float = 0.1  # λ in (G + λI) δ = -g

@@ -30,7 +30,7 @@ class Config(gn.Config):
 
     # global cosine | constant+inner cosine | global+inner cosine | constant (Section 6.2)
     schedule: str = "global cosine"
-    line_search: int = 0  # step sizes α = 2^(-i/2) tried on fresh tokens; 0 = α is 1 (Section 6.2)
+    line_search: int = 0  # how many α = 2^(-i/2) are tried; 0 = no search, α = 1 (Section 6.2)
 
 
 @on_gpu(exact_kernel)

@@ -1,19 +1,21 @@
-"""Layerwise Gauss-Newton (Section 6.3): each layer is linearized alone.
+"""Layerwise Gauss-Newton (Section 6.3): the network is linearized in one layer's weights at a time.
 
     L2(θ_t + δ) = ℓ(z) + Σ_l (g·v_l + ½ v_l·H v_l),     v_l = J_l δ_l,   J_l: layer l's columns of J
     ∇_l L2 = J_lᵀ(g + H v_l);     all layers together:  ∇L2 = ∇L(θ_t) + blockdiag(G) δ
 
-So G loses the blocks that tie one layer to another. The layers are the embedding, each block (the
-last one with the final norm), and the head.
+Each term of the sum has the change of one layer's weights alone. So G loses
+what ties one layer to another. The layers are the embedding, each transformer block (the last one
+with the final norm), and the head.
 
 Full Gauss-Newton pushes one change up through the network. Here each layer's change δ_l makes a
 stream of its own: it starts at layer l, passes all layers above, and meets the loss alone; its
-cotangent passes back down to layer l and ends there. All streams share one forward pass. A layer
-multiplies by its weights once for a stream that only passes, and twice for its own, each way. With
-12 blocks that costs as much as 4.1 gradients of gn.py; running each layer separately would cost 14.
+cotangent passes back down to layer l and ends there. All streams share one forward pass. Each way,
+a layer multiplies by its weights once for a stream that passes, and about twice for its own. For the
+model `150m` this costs about 4 gradients of gn.py; its 14 layers one after another would cost 14.
 
-All the rest is gn.py. Muon and Adam treat each array by itself, so one inner iterate and one
-optimizer serve all layers. Only clipping looks across them, by the norm of an optimizer group.
+All the rest is gn.py. Muon treats each matrix by itself, and Adam each number, so one inner iterate
+and one optimizer serve all layers. Only clipping looks across them: by one norm of all matrices of
+Muon, and one of all that Adam updates.
 """
 
 from dataclasses import dataclass
@@ -37,8 +39,8 @@ OBJECTIVES = {"quadratic": gn.quadratic, "exact": gn_prox.exact}
 class Config(gn.Config):
     """Settings of layerwise Gauss-Newton: those of Gauss-Newton, and the objective of a layer."""
 
-    line_search: int = 10  # step sizes α = 2^(-i/2) tried on fresh tokens (Appendix D); 0 = α is 1
-    # quadratic | exact: a layer's loss is expanded as in gn.py (Section 6.3), or as in gn_prox.py
+    line_search: int = 10  # how many α = 2^(-i/2) are tried (Appendix D); 0 = no search, α = 1
+    # quadratic | exact: a layer's loss is expanded as in gn.py (Section 6.3), or kept exact
     objective: str = "quadratic"
 
     def check(self):
@@ -61,7 +63,7 @@ def merge(layers):
     embedding, *blocks = layers
     stacked = {}
     for name in blocks[0]:
-        if name != "final_norm":
+        if name != "final_norm":  # which a single block has, too
             stacked[name] = jnp.stack([p[name] for p in blocks])
     return {**embedding, "blocks": stacked, "final_norm": blocks[-1]["final_norm"]}
 
@@ -81,8 +83,8 @@ def layer(network, p, h):
 def transpose(f, like):
     """The transpose of f, a linear function of one array that has the shape of `like`."""
 
-    def transposed(u):
-        (result,) = jax.linear_transpose(f, like)(u)
+    def transposed(a):
+        (result,) = jax.linear_transpose(f, like)(a)
         return result
 
     return transposed
@@ -94,7 +96,7 @@ def map_first(f, streams, n):
     def replace(i, streams):
         return streams.at[i].set(f(streams[i]))
 
-    if n == 0:  # the embedding: no stream comes from below
+    if n == 0:  # at the embedding, whose inputs are ids: f has no meaning there
         return streams
     return jax.lax.fori_loop(0, n, replace, streams)
 
@@ -103,21 +105,20 @@ def map_first(f, streams, n):
 
 
 def value_and_grad(theta0, delta, tokens, config, objective=None):
-    """The loss at θ_t, the sum of the layers' objectives at θ_t + δ, and its gradient.
+    """ℓ at θ_t, the L2 above at θ_t + δ, and the gradient of L2: means over tokens.
 
-    tokens: int32 [B, T+1]; objective: by default what config.objective names. The second number is
-    the loss at θ_t plus what each layer's objective adds to it. All are means over tokens.
+    tokens: int32 ids [B, T+1]; objective: by default what config.objective names.
     """
     network = config.network
     objective = objective or OBJECTIVES[config.objective]
     x, y = model.inputs_and_labels(tokens)
 
-    h, streams, layers = up(network, theta0, delta, x)
+    h, changes, pullbacks = up(network, theta0, delta, x)
     head = (theta0["head"], delta["head"])
-    streams, sums = across(network, objective, head, h, streams, y)
-    loss, value, head_grad = sums
-    grad = down(layers, streams) | head_grad
-    return jax.tree.map(lambda total: total / y.size, (loss, value, grad))
+    cotangents, sums = across(network, objective, head, h, changes, y)
+    ell, L2, head_grad = sums
+    grad = down(pullbacks, cotangents) | head_grad
+    return jax.tree.map(lambda total: total / y.size, (ell, L2, grad))
 
 
 def up(network, theta0, delta, x):
@@ -130,9 +131,9 @@ def up(network, theta0, delta, x):
     pullbacks = []
     layers = zip(split(theta0), split(delta), strict=True)
     for i, (p, dp) in enumerate(layers):
-        h, pull = jax.vjp(partial(layer, network), p, h)
+        h, pull = jax.vjp(partial(layer, network), p, h)  # h is now the output of the layer
 
-        def to_params(u, pull=pull):
+        def to_params(u, pull=pull):  # pull=pull: this layer's, also when the loop has gone on
             return pull(u)[0]
 
         def to_input(u, pull=pull):
@@ -141,7 +142,7 @@ def up(network, theta0, delta, x):
         # The transpose of a pullback is a pushforward: (Jᵀ)ᵀ = J. So one vjp gives all four maps.
         own = transpose(to_params, h)  # the change of the parameters -> that of the output
         through = transpose(to_input, h)  # the change of the input -> that of the output
-        if i == 0:
+        if i == 0:  # now the shape of h is known
             streams = jnp.zeros((network.n_layers + 1, *h.shape), h.dtype)
         streams = map_first(through, streams, i)
         streams = streams.at[i].set(own(dp))
@@ -150,7 +151,7 @@ def up(network, theta0, delta, x):
 
 
 def across(network, objective, head, h, streams, y):
-    """The cotangents of the streams, and the sums of loss, value and the head's gradient.
+    """The cotangents of the streams, [L+1, B, T, D]; the sums of ℓ, L2 and the head's gradient.
 
     head: the head's weights w and their change dw, [D, V]. The head is the last layer: the stream
     of its own change starts and ends here.
@@ -158,33 +159,36 @@ def across(network, objective, head, h, streams, y):
     w, dw = (rounded(network, a) for a in head)
     for_each_stream = jax.vmap(objective, in_axes=(None, 0, None))
 
+    # `over_tokens` cuts arrays [B, T, ..], so the streams go in and come out one by one.
     def of_chunk(h, y, *streams):
         streams = jnp.stack(streams)  # [L+1, c, D]
         z = model.head(network, h, w)
         v = product(network, streams, w)
         v_head = product(network, h, dw)
-        losses, values, u = for_each_stream(z, v, y)
-        loss, value_head, u_head = objective(z, v_head, y)
+        ells, L2s, u = for_each_stream(z, v, y)
+        ell, L2_head, u_head = objective(z, v_head, y)
 
-        value = loss + jnp.sum(values - losses) + (value_head - loss)
+        # Each of the ells is ℓ, and each L2 is ℓ and its layer's terms: ℓ is to count once.
+        L2 = ell + jnp.sum(L2s - ells) + (L2_head - ell)
         h_bar = product(network, u, w.T, h.dtype)
         w_bar = product(network, h.T, u_head, h.dtype)
-        return jnp.unstack(h_bar), (loss, value, {"head": w_bar})
+        return jnp.unstack(h_bar), (ell, L2, {"head": w_bar})
 
-    h_bars, sums = model.over_tokens(network, of_chunk, h, y, *jnp.unstack(streams))
+    one_by_one = jnp.unstack(streams)
+    h_bars, sums = model.over_tokens(network, of_chunk, h, y, *one_by_one)
     return jnp.stack(h_bars), sums
 
 
-def down(pullbacks, streams):
+def down(pullbacks, cotangents):
     """The gradient below the head: each stream of cotangents is pulled back to its own layer."""
     grads = [None] * len(pullbacks)
     for i in reversed(range(len(pullbacks))):
         to_params, to_input = pullbacks[i]
-        grads[i] = to_params(streams[i])  # a stream ends where it began
-        streams = map_first(to_input, streams, i)
+        grads[i] = to_params(cotangents[i])  # a stream ends where it began
+        cotangents = map_first(to_input, cotangents, i)
     return merge(grads)
 
 
 def update(state, batches, fresh, config, watch=lambda state: None):
-    """One outer step; arguments and results as gn.update's, inner_loss summed over the layers."""
+    """One outer step; arguments and results as gn.update's, inner_loss being the L2 above."""
     return gn.update(state, batches, fresh, config, watch, value_and_grad)

@@ -8,12 +8,12 @@
 
 The parameters are a nested dict of float32 arrays. A weight is (in, out), so a layer is `x @ w`;
 the weights of all blocks are stacked on a leading axis L. The logits of a whole batch are too large
-to hold, so `hidden` ends below the head, and `over_tokens` applies it to a few tokens at a time.
+to hold, so `hidden` ends below the head, and `over_tokens` applies the head to a few at a time.
 
 `@on_gpu(kernel)` lets a kernel take the place of a function on a GPU. It computes the same, faster.
 
-Axes: B sequences, T positions, D model width, K width of a head, F width of the MLP, V vocabulary,
-L layers, c tokens of a chunk.
+Axes: B sequences, T positions, D model width, K width of an attention head, F width of the MLP, V
+vocabulary, L layers, c tokens of a chunk. "The head" alone is the last matrix, [D, V].
 """
 
 from dataclasses import dataclass
@@ -42,9 +42,10 @@ class Config:
     n_heads: int = 8  # attention heads; each is K = d_model / n_heads wide
     n_kv_heads: int = 8  # heads of keys and values; fewer than n_heads = grouped-query attention
     mlp: str = "gelu"  # gelu (two matrices, as in the paper) | swiglu (three: the usual LLaMA)
-    qk_norm: bool = True  # LayerNorm on queries and keys, as in the paper; false = the usual LLaMA
-    dtype: str = "float32"  # float32 | bfloat16: of matrix products; default on a GPU bfloat16
-    head_chunk: int = 4096  # tokens at most whose logits are held at a time, to save memory
+    # LayerNorm on the queries and keys, over all heads together (paper); false = the usual LLaMA
+    qk_norm: bool = True
+    dtype: str = "float32"  # float32 | bfloat16: of matrix products; train.py: bfloat16 on a GPU
+    head_chunk: int = 4096  # the most tokens whose logits are held at once; fewer = less memory
 
     def check(self):
         """Raises ValueError where a size is out of its range, or two sizes do not fit together."""
@@ -59,13 +60,14 @@ class Config:
             raise ValueError(f"n_heads {heads} must be a multiple of n_kv_heads {kv_heads}")
 
 
-PRESETS = {  # Appendix E; `tiny` is for a CPU
+PRESETS = {  # Appendix E; `tiny` is for a CPU, with the 256 ids that train.py gives it for bytes
     "tiny": Config(context=128, d_model=64, d_ff=256, n_layers=2, n_heads=4, n_kv_heads=4),
     "45m": Config(),
     "150m": Config(d_model=768, d_ff=3072, n_layers=12, n_heads=16, n_kv_heads=16),
 }
 
-MATRICES = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")  # of a block; all else is a norm
+# The matrices of a block; its other arrays are of norms. The optimizers treat the two differently.
+MATRICES = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
 
 
 def init(config, key):
@@ -83,7 +85,7 @@ def init(config, key):
     }
     if config.mlp == "swiglu":
         shapes["w_gate"] = (D, F)
-    keys = iter(jax.random.split(key, len(shapes) + 2))
+    keys = iter(jax.random.split(key, len(shapes) + 2))  # one each, and embedding and head
 
     def normal(*shape):
         return jax.random.normal(next(keys), shape)
@@ -98,8 +100,12 @@ def init(config, key):
         blocks["q_bias"] = jnp.zeros((L, D))
         blocks["k_scale"] = jnp.ones((L, D_kv))
         blocks["k_bias"] = jnp.zeros((L, D_kv))
-    params = {"embedding": normal(V, D), "blocks": blocks, "final_norm": jnp.ones(D)}
-    return params | {"head": normal(D, V) / D**0.5}
+    return {
+        "embedding": normal(V, D),
+        "blocks": blocks,
+        "final_norm": jnp.ones(D),
+        "head": normal(D, V) / D**0.5,
+    }
 
 
 def size(config):
@@ -121,9 +127,9 @@ def layer_norm(x, scale, bias):
 
 
 def rotate(x):
-    """Rotary positions: at position t, turns entries i and i + K/2 of a head by t / 10000^(2i/K).
+    """Rotary positions: at position t, turns the pair x[i], x[i + K/2] by t / 10000^(2i/K) radians.
 
-    x: [B, T, heads, K]. The product of a query and a key then depends on how far apart they are.
+    x: [B, T, heads, K]. A query times a key then depends on their positions' difference only.
     """
     T, half = x.shape[1], x.shape[3] // 2
     positions_per_radian = 10_000.0 ** (jnp.arange(half) / half)  # [K/2]
@@ -142,7 +148,7 @@ def rounded(config, x):
 
 
 def wide(x):
-    """x in at least float32, as all that is not a matrix product reads it."""
+    """x in float32 or wider: what everything but the products with weights computes in."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
@@ -154,7 +160,10 @@ def product(config, x, w, dtype=None):
 
 @on_gpu(queries_keys_values_kernel)
 def queries_keys_values(config, p, x):
-    """Queries [B, T, n_heads, K], keys and values [B, T, n_kv_heads, K] of x [B, T, D]."""
+    """Queries [B, T, n_heads, K], keys and values [B, T, n_kv_heads, K] of x [B, T, D].
+
+    p: the parameters of one block.
+    """
     q = wide(product(config, x, p["wq"]))
     k = wide(product(config, x, p["wk"]))
     v = product(config, x, p["wv"])
@@ -179,6 +188,7 @@ def attention(q, k, v):
     shared_by = q.shape[2] // k.shape[2]
     k = jnp.repeat(k, shared_by, axis=2)
     v = jnp.repeat(v, shared_by, axis=2)
+    # q and k are rounded already, but their product is to be summed up in float32.
     scores = jnp.einsum("bthk,bshk->bhts", wide(q), wide(k)) / K**0.5
     t = jnp.arange(T)
     causal = t[:, None] >= t[None]  # [T, T]: position t reads s where s <= t
@@ -211,7 +221,8 @@ def block(config, p, h):
 
 def unstack(blocks):
     """The parameters of all blocks, arrays [L, ..], as a list of L dicts."""
-    layers = [{} for _ in blocks["wq"]]
+    n_layers = len(blocks["wq"])
+    layers = [{} for _ in range(n_layers)]
     for name, stacked in blocks.items():
         for layer, a in zip(layers, jnp.unstack(stacked), strict=True):
             layer[name] = a
@@ -241,11 +252,13 @@ def head_both_ways(config, theta0, delta):
 
     z = h w                [c, V], the logits;
     v = dh w + h dw        [c, V], their change (the pushforward);
-    pull                   u [c, V] -> u wᵀ [c, D] and the head's gradient hᵀ u (the pullback).
+    pull                   u [c, V] -> h_bar = u wᵀ [c, D] and the head's gradient w_bar = hᵀ u.
+
+    The last is the pullback. A name with _bar is a cotangent: the gradient in what it is named for.
     """
-    w = rounded(config, theta0["head"])
+    w = rounded(config, theta0["head"])  # here, once, and not for each chunk of tokens
     dw = rounded(config, delta["head"])
-    w_over_dw = jnp.concatenate([w, dw])  # [2 D, V]: one product sums up both terms of v
+    w_and_dw = jnp.concatenate([w, dw])  # [2 D, V]: [dh, h] times this is v, in one product
 
     def both_ways(h, dh):
         def pull(u):
@@ -254,21 +267,22 @@ def head_both_ways(config, theta0, delta):
             return h_bar, {"head": w_bar}
 
         z = head(config, h, w)
-        v = product(config, jnp.concatenate([dh, h], axis=1), w_over_dw)
+        dh_and_h = jnp.concatenate([dh, h], axis=1)
+        v = product(config, dh_and_h, w_and_dw)  # may stay rounded, as it is only a change
         return z, v, pull
 
     return both_ways
 
 
 def over_tokens(config, f, *arrays):
-    """f of all tokens of the arrays, [B, T, ..], of at most `head_chunk` tokens at a time.
+    """Applies f to all tokens of arrays [B, T, ..], to at most `head_chunk` tokens at a time.
 
-    f takes chunks [c, ..] of the arrays and returns (out [c, ..], a tree of sums). Returns the outs
-    as one array [B, T, ..], and the sums added up.
+    f takes chunks [c, ..] of the arrays and returns two trees: outs [c, ..], one per token, and sums
+    over tokens. Returns the outs of all chunks, joined to [B, T, ..], and the sums added up.
     """
     B, T = arrays[0].shape[:2]
     n = -(-B * T // config.head_chunk)  # chunks, rounded up
-    while B * T % n:  # until they are equal
+    while B * T % n:  # until all have the same number of tokens
         n += 1
 
     def cut(a):
@@ -304,8 +318,9 @@ def loss(config, params, tokens):
     h = hidden(config, params, x)
     w = rounded(config, params["head"])
 
-    def add_up(h, y):
-        return (), cross_entropy(head(config, h, w), y)
+    def chunk_loss(h, y):
+        no_outs = ()
+        return no_outs, cross_entropy(head(config, h, w), y)
 
-    _, total = over_tokens(config, add_up, h, y)
+    _, total = over_tokens(config, chunk_loss, h, y)
     return total / y.size

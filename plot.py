@@ -27,7 +27,6 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -38,27 +37,8 @@ from scipy.optimize import isotonic_regression
 
 import baselines
 import gn
-import train
 from runtime import checkpoint, files, flags
-
-
-class Method(NamedTuple):
-    """A method of train.py and the title that figures give it."""
-
-    module: Any
-    config: Any
-    title: str
-
-
-TITLES = {
-    "gn": "Gauss-Newton",
-    "gn_prox": "GN-prox-linear",
-    "layerwise_gn": "layerwise GN",
-    "adamw": "AdamW",
-    "muon": "Muon",
-    "soap": "SOAP",
-}
-METHODS = {name: Method(*entry, TITLES[name]) for name, entry in train.METHODS.items()}
+from train import METHODS
 
 # The looks of the methods, in the order of METHODS. The colours are Okabe and Ito's, which people
 # with any colour vision can tell apart.
