@@ -34,6 +34,7 @@ import gn
 import model
 import optimizers
 
+ONE = dataclasses.replace(TOY, n_layers=1)  # for what compiles long: whole steps
 GRID = [2 ** (-i / 2) for i in range(5)]  # the step sizes of Appendix D
 LOSS = jax.jit(model.loss, static_argnums=0)
 LOSS_GRAD = jax.jit(jax.grad(model.loss, argnums=1), static_argnums=0)
@@ -177,8 +178,8 @@ def largest_error_of_bfloat16(value_and_grad, config_class):
 
     The width and context are such that rounding averages out. Nothing stored is rounded.
     """
-    network = model.Config(64, context=64, d_model=64, d_ff=256, n_heads=2, n_kv_heads=2)
-    network = dataclasses.replace(network, n_layers=2)
+    sizes = {"vocab_size": 64, "context": 64, "d_model": 64, "d_ff": 256}
+    network = model.Config(**sizes, n_layers=1, n_heads=2, n_kv_heads=2)
     params, tokens = random_params(network), random_tokens(network, 8)
     delta = jax.tree.map(lambda a: 0.02 * a, random_params(network, 1))
     compiled = jax.jit(value_and_grad)
@@ -218,7 +219,7 @@ BY_HAND = {"momentum": 0.8, "weight_decay": 0.3, "clip": 0.2, "lr": 0.05}
 def hand_settings(config_class, **changes):
     """Two outer steps of two inner ones."""
     settings = {"schedule": "global+inner cosine", "average": 0.0} | BY_HAND | changes
-    return config_class(TOY, 2, 2, **settings)
+    return config_class(ONE, 2, 2, **settings)
 
 
 @partial(jax.jit, static_argnames="inner")
@@ -232,12 +233,12 @@ def descend(theta, opt, grad, lr, inner="muon"):
 def test_an_inner_step_descends_along_g_plus_G_delta(inner, float64):
     """From θ it takes the optimizer's step on g + (G + λI)(θ - θ_t), g and G being those of θ_t."""
     config = hand_settings(gn.Config, inner=inner, damping=0.1)
-    params, tokens = random_params(TOY), random_tokens(TOY, 2)
+    params, tokens = random_params(ONE), random_tokens(ONE, 2)
     delta = change_of(params)
     before = gn.init(params, config)._replace(theta=add(params, delta))
     after = gn.inner_step(kept(before), tokens, config)
 
-    true = dense(TOY, params, tokens)
+    true = dense(ONE, params, tokens)
     M = true.G + 0.1 * np.eye(len(true.g))
     d = flat(delta)
     _, unravel = ravel_pytree(params)
@@ -252,12 +253,12 @@ def test_an_inner_step_descends_along_g_plus_G_delta(inner, float64):
 
 def test_the_inner_loop_approaches_the_minimum_that_a_dense_solve_finds(float64):
     """400 Muon steps on one batch come within 1% of the depth of the minimum, at -(G + λI)⁻¹ g."""
-    params, batch = random_params(TOY), random_tokens(TOY, 8)
-    config = config_of(TOY, inner_steps=400, weight_decay=0.0, damping=0.1, lr=0.03, line_search=0)
+    params, batch = random_params(ONE), random_tokens(ONE, 8)
+    config = config_of(ONE, inner_steps=400, weight_decay=0.0, damping=0.1, lr=0.03, line_search=0)
     config = dataclasses.replace(config, average=0.0)
     state, _ = gn.update(gn.init(params, config), lambda k: batch, None, config)
 
-    true = dense(TOY, params, batch)
+    true = dense(ONE, params, batch)
     M = true.G + 0.1 * np.eye(len(true.g))
 
     def depth(step):
@@ -453,7 +454,7 @@ def outer_steps_by_hand(params, config, value_and_grad):
     value_and_grad(theta0, delta, tokens): the objective. The settings are BY_HAND and
     global+inner cosine; of config only the line search is read.
     """
-    batches, fresh = many(TOY)
+    batches, fresh = many(ONE)
     grid = [2 ** (-i / 2) for i in range(config.line_search)]
     theta0, theta = params, params
     opt = by_hand_optimizer("muon", 0.0).init(params)
@@ -470,7 +471,7 @@ def outer_steps_by_hand(params, config, value_and_grad):
         row["lr"] = 0.05 * half_cosine(t / 2)
         alpha = 1.0
         if grid:
-            on_fresh = losses_by_hand(theta0, theta, fresh, grid=grid).sum(axis=0)
+            on_fresh = losses_by_hand(theta0, theta, fresh, grid=grid, network=ONE).sum(axis=0)
             alpha = grid[int(np.argmin(on_fresh))]
             row["alpha"] = alpha
         theta0 = gn.between(theta0, theta, alpha)
@@ -480,7 +481,7 @@ def outer_steps_by_hand(params, config, value_and_grad):
 
 def assert_update_is_by_hand(method, config, value_and_grad):
     """Two updates of a method end at θ_2, with the metrics, of `outer_steps_by_hand`."""
-    params, (batches, fresh) = random_params(TOY), many(TOY)
+    params, (batches, fresh) = random_params(ONE), many(ONE)
     expected, rows = outer_steps_by_hand(params, config, value_and_grad)
     state = method.init(params, config)
     for row in rows:
@@ -495,7 +496,7 @@ def test_update_is_algorithm_1_written_out_with_the_dense_matrix(float64):
     """Two outer steps with g + G δ from step 1 of the argument: same θ_2, losses, lr and α."""
 
     def value_and_grad(theta0, delta, tokens):
-        true = dense(TOY, theta0, tokens)
+        true = dense(ONE, theta0, tokens)
         d = flat(delta)
         _, unravel = ravel_pytree(theta0)
         value = true.loss + true.g @ d + d @ true.G @ d / 2
@@ -623,7 +624,7 @@ def test_no_array_holds_the_logits_of_a_batch(what):
 def test_same_batches_twice_give_bitwise_the_same_state(float64):
     """Nothing random is left in an outer step."""
     config = hand_settings(gn.Config)
-    results = [gn.update(gn.init(random_params(TOY), config), *many(TOY), config) for _ in range(2)]
+    results = [gn.update(gn.init(random_params(ONE), config), *many(ONE), config) for _ in range(2)]
     assert_same(*results)
 
 
@@ -635,21 +636,21 @@ def test_stopped_inside_an_outer_step_it_resumes_bitwise(float64):
     def watch(state):
         seen.append(kept(state))
 
-    whole = gn.update(gn.init(random_params(TOY), config), *many(TOY), config, watch)
+    whole = gn.update(gn.init(random_params(ONE), config), *many(ONE), config, watch)
     assert [int(state.k) for state in seen] == [1, 2]
     for state in seen:
-        assert_same(gn.update(state, *many(TOY), config), whole)
+        assert_same(gn.update(state, *many(ONE), config), whole)
 
 
 def test_a_step_takes_over_the_memory_of_its_state_and_of_nothing_else(float64):
     """Donated: no array of the state before is left. The parameters are still the caller's."""
-    config, params = hand_settings(gn.Config), random_params(TOY)
-    batches, fresh = many(TOY)
+    config, params = hand_settings(gn.Config), random_params(ONE)
+    batches, fresh = many(ONE)
     state = gn.init(params, config)
     after = gn.inner_step(state, batches(0), config)
     assert all(a.is_deleted() for a in jax.tree.leaves(state))
     assert not any(a.is_deleted() for a in jax.tree.leaves(after))
-    assert_same(params, random_params(TOY))
+    assert_same(params, random_params(ONE))
     moved, _ = gn.update(after, batches, fresh, config)
     for result in (gn.init(params, config), moved):  # two arrays in one place could not be donated
         pointers = [a.unsafe_buffer_pointer() for a in jax.tree.leaves(result)]
@@ -728,7 +729,7 @@ def test_a_traced_float_does_what_a_static_one_does(float64):
 
 
 def test_fault_10_no_command_is_run_and_nothing_called_back_inside_a_compiled_step(monkeypatch):
-    """Tracing a step starts no process, whose answer would be a constant. No step calls the host."""
+    """Tracing a step starts no process, whose answer would be constant; no step calls the host."""
     for owner, name in (
         (subprocess, "Popen"),
         (os, "system"),

@@ -1,8 +1,8 @@
 """GN-prox-linear takes the gradient of ℓ(z + J δ), where J and z are those of θ_t.
 
-The same argument as in test_gn.py: the convex objective is written down with J in full, what gn_prox.py
-computes is its value and gradient, and two outer steps by hand end where `update` ends. One thing is
-new: the weights that are evaluated are an average over all inner steps.
+The same argument as in test_gn.py. The convex objective is written down with J in full, what
+gn_prox.py computes is its value and gradient, and two outer steps by hand end where `update` ends.
+One thing is new: the weights that are evaluated are an average over all inner steps.
 """
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from conftest import TOY, kept, many, random_params, random_tokens
 from test_gn import (
+    ONE,
     add,
     assert_update_is_by_hand,
     change_of,
@@ -78,8 +79,8 @@ def test_update_is_algorithm_2_written_out(float64):
 def test_what_is_evaluated_is_the_average_of_the_inner_iterates(float64):
     """After n inner steps, of two outer ones: τⁿ θ_0 + (1 - τ) Σ τⁿ⁻ⁱ θ_i."""
     config = hand_settings(gn_prox.Config, average=0.7)
-    batches, _ = many(TOY)
-    state = gn_prox.init(random_params(TOY), config)
+    batches, _ = many(ONE)
+    state = gn_prox.init(random_params(ONE), config)
     iterates = [kept(state.theta)]
 
     def watch(state):
