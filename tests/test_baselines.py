@@ -228,7 +228,8 @@ def test_a_traced_float_does_what_a_static_one_does(cls, float64):
     """
     params = random_params(TOY)
     params = params | {"blocks": {"wq": params["blocks"]["wq"]}}
-    base = config_of(cls, average=0.5, warmup=0.7, weight_decay=0.3, clip=0.2)
+    settings = {"average": 0.5, "warmup": 0.7, "weight_decay": 0.3, "clip": 0.2}
+    base = config_of(cls, **settings, **UNIQUE.get(cls, {}))
 
     def steps(config, finish):
         state = baselines.init(params, config)

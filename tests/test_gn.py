@@ -479,6 +479,13 @@ def outer_steps_by_hand(params, config, value_and_grad):
     return theta0, rows
 
 
+def quadratic_model(true, delta):
+    """The loss, L + g·δ + ½ δ·G δ, and the tree g + G δ."""
+    d, unravel = ravel_pytree(delta)
+    value = true.loss + true.g @ d + d @ true.G @ d / 2
+    return true.loss, value, unravel(true.g + true.G @ d)
+
+
 def assert_update_is_by_hand(method, config, value_and_grad):
     """Two updates of a method end at θ_2, with the metrics, of `outer_steps_by_hand`."""
     params, (batches, fresh) = random_params(ONE), many(ONE)
@@ -496,11 +503,7 @@ def test_update_is_algorithm_1_written_out_with_the_dense_matrix(float64):
     """Two outer steps with g + G δ from step 1 of the argument: same θ_2, losses, lr and α."""
 
     def value_and_grad(theta0, delta, tokens):
-        true = dense(ONE, theta0, tokens)
-        d = flat(delta)
-        _, unravel = ravel_pytree(theta0)
-        value = true.loss + true.g @ d + d @ true.G @ d / 2
-        return true.loss, value, unravel(true.g + true.G @ d)
+        return quadratic_model(dense(ONE, theta0, tokens), delta)
 
     assert_update_is_by_hand(gn, hand_settings(gn.Config), value_and_grad)
 

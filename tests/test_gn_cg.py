@@ -108,9 +108,10 @@ def test_curvature_is_the_second_part_of_the_quadratic(float64):
     """gn.quadratic = ℓ + g·v + curvature's value, and its gradient g + curvature's."""
     z, v = np.random.default_rng(0).normal(size=(2, 4, 11))
     y = jnp.array([0, 3, 3, 10])
-    loss, value, u = gn.quadratic(z, v, y)
-    _, _, g = gn.quadratic(z, 0 * v, y)
-    nothing, half_vHv, Hv = gn_cg.curvature(z, v, y)
+    quadratic = jax.jit(gn.quadratic)
+    loss, value, u = quadratic(z, v, y)
+    _, _, g = quadratic(z, 0 * v, y)
+    nothing, half_vHv, Hv = jax.jit(gn_cg.curvature)(z, v, y)
     assert nothing == 0
     close(value, loss + np.vdot(g, v) + half_vHv, 1e-12)
     close(u, g + Hv, 1e-12)

@@ -12,6 +12,7 @@ Hypothesis draws the network by its number, and a seed from which all else is dr
 networks, raise NETWORKS. The last part gives gn.py a network that is no LLaMA.
 """
 
+import itertools
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ import gn_prox
 import layerwise_gn
 import model
 
-NETWORKS = 6
+NETWORKS = 4
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -53,7 +54,7 @@ def plain_gradient_descent():
 
 @lru_cache
 def random_network(number):
-    """Network `number`: 1 to 3 layers, 4 to 16 wide, and any choice of the rest."""
+    """Network `number`: one or two layers, 4 to 16 wide, and any choice of the rest."""
     rng = np.random.default_rng(number)
     heads = int(rng.choice([1, 2, 4]))
     return model.Config(
@@ -61,18 +62,18 @@ def random_network(number):
         context=int(rng.integers(2, 9)),
         d_model=2 * heads * int(rng.integers(-(-2 // heads), 8 // heads + 1)),
         d_ff=int(rng.integers(4, 17)),
-        n_layers=1 + number % 3,
+        n_layers=1 + number // 2 % 2,
         n_heads=heads,
         n_kv_heads=int(rng.choice([n for n in (1, 2, 4) if heads % n == 0])),
         mlp=("gelu", "swiglu")[number % 2],
-        qk_norm=number % 4 < 2,
+        qk_norm=number % 4 in (0, 3),
         head_chunk=int(rng.integers(1, 13)),
     )
 
 
 def test_networks_are_of_every_kind():
     networks = [random_network(number) for number in range(NETWORKS)]
-    assert {network.n_layers for network in networks} == {1, 2, 3}
+    assert {network.n_layers for network in networks} == {1, 2}
     assert {network.mlp for network in networks} == {"gelu", "swiglu"}
     assert {network.qk_norm for network in networks} == {True, False}
     assert len({network.n_heads // network.n_kv_heads for network in networks}) > 1
@@ -95,6 +96,7 @@ class Case(NamedTuple):
         return f"case({self.loss!r}, {self.number}, {self.seed})"
 
 
+@lru_cache(maxsize=50)
 def case(loss, number, seed):
     network = random_network(number)
     theta = random_params(network, seed)
@@ -104,12 +106,15 @@ def case(loss, number, seed):
     return Case(loss, number, seed, network, theta, unravel(delta), unravel(other), tokens)
 
 
-def cases(networks=NETWORKS, loss="cross-entropy"):
-    return st.builds(case, st.just(loss), st.integers(0, networks - 1), st.integers(0, 2**32 - 1))
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def cases(networks=range(NETWORKS), losses=("cross-entropy",)):
+    return st.builds(case, st.sampled_from(losses), st.sampled_from(networks), SEEDS)
 
 
 # The method holds for any convex loss.
-EITHER_LOSS = st.one_of(cases(), cases(3, "squared error"))
+EITHER_LOSS = cases(losses=("cross-entropy", "squared error"))
 
 
 def flat(tree):
@@ -141,36 +146,47 @@ def squared_error(z, y):
 
 
 LOSSES = {"cross-entropy": model.cross_entropy, "squared error": squared_error}
-QUADRATIC = {name: partial(gn.quadratic, loss=loss) for name, loss in LOSSES.items()}
-CURVATURE = {name: partial(gn_cg.curvature, loss=loss) for name, loss in LOSSES.items()}
-EXACT = {name: partial(gn_prox.exact, loss=loss) for name, loss in LOSSES.items()}
+OBJECTIVES = {"quadratic": gn.quadratic, "exact": gn_prox.exact, "curvature": gn_cg.curvature}
+CHOICES = list(itertools.product(OBJECTIVES, LOSSES))
 
 
-@partial(jax.jit, static_argnames=("network", "objective", "method"))
-def computed(network, theta, delta, tokens, objective, method=gn):
-    """L(θ), the value of the objective at δ, and its gradient there."""
-    config = gn.Config(network, 1, 1)
-    return method.value_and_grad(theta, delta, tokens, config, objective)
+@partial(jax.jit, static_argnames=("network", "method"))
+def computed(network, theta, delta, tokens, choice, method=gn):
+    """L(θ), the value of an objective at δ, and its gradient there.
+
+    choice: the place of the objective and its loss in CHOICES, so that one program serves them all.
+    """
+    branches = [partial(OBJECTIVES[name], loss=LOSSES[loss]) for name, loss in CHOICES]
+
+    def objective(z, v, y):
+        return jax.lax.switch(choice, branches, z, v, y)
+
+    return method.value_and_grad(theta, delta, tokens, gn.Config(network, 1, 1), objective)
 
 
-def value_and_grad(c, delta, objective=QUADRATIC, method=gn):
-    """The value of the objective at δ and its gradient [P]."""
-    of_loss = objective[c.loss]
-    _, value, grad = computed(c.network, c.theta, delta, c.tokens, of_loss, method)
+def results(c, delta, objective="quadratic", method=gn, tokens=None):
+    """What `computed` gives for a case."""
+    tokens = c.tokens if tokens is None else tokens
+    return computed(c.network, c.theta, delta, tokens, CHOICES.index((objective, c.loss)), method)
+
+
+def value_and_grad(c, delta, objective="quadratic", method=gn):
+    """The value of the objective at δ and its gradient, [P]."""
+    _, value, grad = results(c, delta, objective, method)
     return float(value), flat(grad)
 
 
-def value_of(c, delta, objective=QUADRATIC):
+def value_of(c, delta, objective="quadratic"):
     return value_and_grad(c, delta, objective)[0]
 
 
-def grad_of(c, delta, objective=QUADRATIC):
+def grad_of(c, delta, objective="quadratic"):
     return value_and_grad(c, delta, objective)[1]
 
 
 def G_times(c, v):
     """G v, as conjugate gradients see it."""
-    return grad_of(c, v, CURVATURE)
+    return grad_of(c, v, "curvature")
 
 
 # ---- the textbook's side -------------------------------------------------------------------------
@@ -180,64 +196,61 @@ class Textbook(NamedTuple):
     """What the identities say, from the logits of the whole batch; means over tokens."""
 
     L: jax.Array  # L(θ)
-    grad_L: dict  # ∇L
+    grad_L: dict  # Jᵀ g
     G_v: dict  # Jᵀ H J v, with H in closed form
+    G_v_by_differentiation: dict  # Jᵀ H J v, with H v = (d/ds) ∇ℓ(z + s J v)
+    L1: jax.Array  # ℓ(z + J δ)
+    grad_L1: dict  # Jᵀ ∇ℓ(z + J δ)
     hessian_v: dict  # ∇²L v
-    hessian_of_linearized_v: dict  # ∇²_δ ℓ(f(θ) + J δ) v at δ = 0
     residual_part: dict  # Σ_i g_i ∇²f_i v
-    L1: jax.Array  # ℓ(f(θ) + J δ)
-    grad_L1: dict
 
 
-@partial(jax.jit, static_argnames=("network", "loss"))
-def textbook(network, theta, delta, v, tokens, loss):
+@partial(jax.jit, static_argnums=0)
+def textbook(network, theta, delta, v, tokens, squared):
+    """squared: whether ℓ is the squared error."""
     y = tokens[:, 1:].reshape(-1)
-    n = y.size
+    onehot = jnp.eye(network.vocab_size)[y]
 
     def f(theta):
-        return logits(network, theta, tokens).reshape(n, -1)
+        return logits(network, theta, tokens).reshape(len(y), -1)
 
-    def L(theta):
-        return LOSSES[loss](f(theta), y) / n
+    def ell(z):
+        return jnp.where(squared, squared_error(z, y), model.cross_entropy(z, y)) / len(y)
 
     z, push = jax.linearize(f, theta)
-    Jv = push(v)
-
-    def L1(delta):
-        return LOSSES[loss](z + push(delta), y) / n
-
-    def pull(theta, u):
-        _, pullback = jax.vjp(f, theta)
-        return pullback(u)[0]
-
-    def change(gradient, place):
-        """The change of a gradient along v: a Hessian times v."""
-        return jax.jvp(gradient, (place,), (v,))[1]
+    pull = jax.vmap(jax.linear_transpose(push, theta))
+    both = jax.tree.map(lambda a, b: jnp.stack([a, b]), delta, v)
+    J_delta, Jv = jax.vmap(push)(both)
 
     p = jax.nn.softmax(z)
-    onehot = jnp.eye(network.vocab_size)[y]
-    if loss == "cross-entropy":
-        g = p - onehot
-        Hv = p * Jv - p * jnp.sum(p * Jv, axis=-1, keepdims=True)  # (diag(p) - p pᵀ) J v
-    else:
-        g = z - onehot
-        Hv = Jv
-
-    return Textbook(
-        L=L(theta),
-        grad_L=pull(theta, g / n),
-        G_v=pull(theta, Hv / n),
-        hessian_v=change(jax.grad(L), theta),
-        hessian_of_linearized_v=change(jax.grad(L1), jax.tree.map(jnp.zeros_like, theta)),
-        residual_part=change(lambda theta: pull(theta, g / n), theta),
-        L1=L1(delta),
-        grad_L1=jax.grad(L1)(delta),
+    g_closed = jnp.where(squared, z, p) - onehot
+    H_of_cross_entropy = p * Jv - p * jnp.sum(p * Jv, axis=-1, keepdims=True)  # (diag(p) - p pᵀ) Jv
+    Hv_closed = jnp.where(squared, Jv, H_of_cross_entropy)
+    _, Hv = jax.jvp(jax.grad(ell), (z,), (Jv,))
+    g_at_delta = jax.grad(ell)(z + J_delta)
+    cotangents = jnp.stack([g_closed / len(y), Hv_closed / len(y), Hv, g_at_delta])
+    (pulled,) = pull(cotangents)
+    grad_L, G_v, G_v_by_differentiation, grad_L1 = (
+        jax.tree.map(lambda a, i=i: a[i], pulled) for i in range(4)
     )
+
+    def gradients(theta):
+        """∇L, and the same with g held still: Jᵀ g, of which only J changes."""
+        z, pullback = jax.vjp(f, theta)
+        g = jax.grad(ell)(z)
+        (grad,) = jax.vmap(pullback)(jnp.stack([g, jax.lax.stop_gradient(g)]))
+        return grad
+
+    _, changes = jax.jvp(gradients, (theta,), (v,))
+    hessian_v = jax.tree.map(lambda a: a[0], changes)
+    residual_part = jax.tree.map(lambda a: a[1], changes)
+    L, L1 = ell(z), ell(z + J_delta)
+    return Textbook(L, grad_L, G_v, G_v_by_differentiation, L1, grad_L1, hessian_v, residual_part)
 
 
 def expected(c, v=None):
     v = c.other if v is None else v
-    return textbook(c.network, c.theta, c.delta, v, c.tokens, c.loss)
+    return textbook(c.network, c.theta, c.delta, v, c.tokens, c.loss == "squared error")
 
 
 # ---- G -------------------------------------------------------------------------------------------
@@ -252,16 +265,16 @@ def test_curvature_is_symmetric_and_positive_semidefinite(c):
     assert abs(u @ Gv - v @ Gu) <= 1e-10 * np.linalg.norm(u) * np.linalg.norm(Gv)
     assert v @ Gv >= 0
     assert u @ Gu >= 0
-    assert np.isclose(value_of(c, c.other, CURVATURE), v @ Gv / 2, rtol=1e-9)
+    assert np.isclose(value_of(c, c.other, "curvature"), v @ Gv / 2, rtol=1e-9)
 
 
 @settings(max_examples=40)
 @given(c=EITHER_LOSS)
 def test_curvature_is_the_hessian_of_the_linearized_networks_loss(c):
-    """G v = ∇²_δ ℓ(f(θ) + J δ) v at δ = 0, and = Jᵀ H J v with H written down."""
+    """G v = Jᵀ H J v, with H written down and by differentiating ℓ twice."""
     Gv = G_times(c, c.other)
     same(Gv, expected(c).G_v)
-    same(Gv, expected(c).hessian_of_linearized_v)
+    same(Gv, expected(c).G_v_by_differentiation)
 
 
 @settings(max_examples=40)
@@ -280,7 +293,7 @@ def test_hessian_minus_curvature_is_the_networks_own_weighted_by_the_residual(c)
 def test_for_a_network_linear_in_its_parameters_it_is_the_hessian(c):
     """f is linear in the head: the head's block of G is that of ∇²L. Elsewhere they differ."""
     v = zero(c) | {"head": c.other["head"]}
-    _, _, Gv = computed(c.network, c.theta, v, c.tokens, CURVATURE[c.loss])
+    _, _, Gv = results(c, v, "curvature")
     hessian_v = expected(c, v).hessian_v
     same(Gv["head"], hessian_v["head"])
     assert np.linalg.norm(flat(Gv["blocks"]) - flat(hessian_v["blocks"])) > 1e-9
@@ -329,14 +342,14 @@ def damped(c, theta, method, damping):
     """The loss that an inner step of a method at θ reports, and the gradient that it descends."""
     cls = layerwise_gn.Config if method is layerwise_gn else gn.Config
     config = cls(c.network, 1, 1, inner="sgd", lr=1.0, damping=damping)
-    state = gn.init(c.theta, config)._replace(theta=theta)
+    state = gn.init(c.theta, config)._replace(theta=kept(theta))
     after = gn.inner_step(state, c.tokens, config, method.value_and_grad)
     return float(after.inner_loss), flat(theta) - flat(after.theta)
 
 
 @pytest.mark.parametrize("method", METHODS)
 @settings(max_examples=5)
-@given(seed=st.integers(0, 2**32 - 1))
+@given(seed=SEEDS)
 def test_fault_4_damping_acts_alike_on_the_loss_and_on_its_gradient(method, seed):
     """λ adds ½ λ |δ|² to the loss and λ δ to the gradient, with one sign in all three methods.
 
@@ -360,23 +373,21 @@ def test_fault_4_damping_acts_alike_on_the_loss_and_on_its_gradient(method, seed
 
 @pytest.mark.parametrize("method", [gn, layerwise_gn], ids=["full", "layerwise"])
 @settings(max_examples=10)
-@given(c=cases(2), order=st.permutations(range(3)))
+@given(c=cases([0, 3]), order=st.permutations(range(3)))
 def test_order_of_sequences_does_not_matter(method, c, order):
     """A batch is a set: loss, value and gradient are the same for its sequences in any order."""
     order = [i for i in order if i < len(c.tokens)]
-    in_order = computed(c.network, c.theta, c.delta, c.tokens, QUADRATIC[c.loss], method)
-    shuffled = computed(c.network, c.theta, c.delta, c.tokens[order], QUADRATIC[c.loss], method)
+    in_order = results(c, c.delta, method=method)
+    shuffled = results(c, c.delta, method=method, tokens=c.tokens[order])
     same(shuffled, in_order, tolerance=1e-11)
 
 
 @settings(max_examples=6)
-@given(c=cases(1))
+@given(c=cases([0]))
 def test_a_batch_repeated_twice_gives_the_same_step(c):
     """Means, not sums: losses, gradient and the inner optimizer's step are those of the batch."""
     twice = np.concatenate([c.tokens, c.tokens])
-    objective = QUADRATIC[c.loss]
-    once = computed(c.network, c.theta, c.delta, c.tokens, objective)
-    same(computed(c.network, c.theta, c.delta, twice, objective), once, tolerance=1e-11)
+    same(results(c, c.delta, tokens=twice), results(c, c.delta), tolerance=1e-11)
 
     config = gn.Config(c.network, 1, 1)
     state = gn.init(c.theta, config)._replace(theta=plus(c.theta, c.delta))
@@ -387,10 +398,7 @@ def test_a_batch_repeated_twice_gives_the_same_step(c):
     assert np.abs(flat(once.theta) - flat(state.theta)).max() > 1e-4
 
 
-OBJECTIVES = {"quadratic": QUADRATIC, "exact": EXACT}
-
-
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", ["quadratic", "exact"])
 @settings(max_examples=20)
 @given(c=cases(), scale=st.floats(0.1, 10))
 def test_a_constant_added_to_all_logits_of_a_token_changes_nothing(objective, c, scale):
@@ -398,7 +406,6 @@ def test_a_constant_added_to_all_logits_of_a_token_changes_nothing(objective, c,
     w = scale * np.random.default_rng(0).normal(size=(c.network.d_model, 1))
     theta = c.theta | {"head": c.theta["head"] + w}
     delta = c.delta | {"head": c.delta["head"] + w}
-    objective = OBJECTIVES[objective]
     shifted = value_and_grad(c._replace(theta=theta), delta, objective)
     same(shifted, value_and_grad(c, c.delta, objective), tolerance=1e-9 * scale)
 
@@ -411,7 +418,7 @@ def test_a_constant_added_to_all_logits_of_a_token_changes_nothing(objective, c,
 def test_prox_is_the_loss_of_the_linearized_network(c):
     """L1(δ) = ℓ(f(θ) + J δ) and its gradient, for a δ of any size."""
     true = expected(c)
-    same(value_and_grad(c, c.delta, EXACT), (true.L1, flat(true.grad_L1)))
+    same(value_and_grad(c, c.delta, "exact"), (true.L1, flat(true.grad_L1)))
 
 
 @settings(max_examples=20)
@@ -419,19 +426,19 @@ def test_prox_is_the_loss_of_the_linearized_network(c):
 def test_prox_is_convex_along_any_line(c, scale):
     """φ(s) = L1(δ + s ε): φ(½) ≤ ½ φ(0) + ½ φ(1), and its slope rises: φ'(1) ≥ φ'(0)."""
     middle, end = (plus(c.delta, c.other, scale * s) for s in (0.5, 1))
-    phi_0, grad_0 = value_and_grad(c, c.delta, EXACT)
-    phi_half, _ = value_and_grad(c, middle, EXACT)
-    phi_1, grad_1 = value_and_grad(c, end, EXACT)
+    phi_0, grad_0 = value_and_grad(c, c.delta, "exact")
+    phi_half, _ = value_and_grad(c, middle, "exact")
+    phi_1, grad_1 = value_and_grad(c, end, "exact")
     assert phi_half <= (phi_0 + phi_1) / 2 + 1e-12 * (phi_0 + phi_1)
     slope_0, slope_1 = flat(c.other) @ grad_0, flat(c.other) @ grad_1
     assert slope_1 - slope_0 >= -1e-12 * (abs(slope_0) + abs(slope_1))
 
 
 @settings(max_examples=10)
-@given(c=cases(2, "squared error"))
+@given(c=cases(losses=("squared error",)))
 def test_prox_of_a_quadratic_loss_is_gauss_newton(c):
     """Where ℓ is itself quadratic, nothing is expanded: L1 = L2 and ∇L1 = ∇L2 at every δ."""
-    same(value_and_grad(c, c.delta, EXACT), value_and_grad(c, c.delta, QUADRATIC))
+    same(value_and_grad(c, c.delta, "exact"), value_and_grad(c, c.delta))
 
 
 @partial(jax.jit, static_argnames=("network", "objective"))
@@ -464,7 +471,7 @@ def minimizer(c, objective, share):
 
 def test_minimizers_of_prox_and_gauss_newton_meet_as_the_loss_becomes_quadratic():
     """ℓ = ½|z - y|² + s cross-entropy: the two minimizers are O(s) apart."""
-    c = case("cross-entropy", 3, 0)
+    c = case("cross-entropy", 0, 0)
     apart = []
     for share in (0.1, 0.01):
         prox = minimizer(c, gn_prox.exact, share)
@@ -475,7 +482,7 @@ def test_minimizers_of_prox_and_gauss_newton_meet_as_the_loss_becomes_quadratic(
     assert near > 1e-9
 
 
-# ---- layerwise, conjugate gradients, line search -------------------------------------------------
+# ---- layerwise, line search ----------------------------------------------------------------------
 
 
 def layers(tree):
@@ -495,15 +502,14 @@ def layers(tree):
     yield nothing | {"head": tree["head"]}
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", ["quadratic", "exact"])
 @settings(max_examples=10)
-@given(c=cases(3))
+@given(c=cases([0, 3]))
 def test_layerwise_is_the_diagonal_blocks(objective, c):
     """Layer l's gradient is the full method's at δ_l alone, so ∇ = ∇L + blockdiag(G) δ.
 
     What the layers add to L adds up.
     """
-    objective = OBJECTIVES[objective]
     loss = value_of(c, zero(c), objective)
     total, grad, members = loss, 0.0, 0.0
     everything = jax.tree.map(jnp.ones_like, c.theta)
@@ -516,32 +522,9 @@ def test_layerwise_is_the_diagonal_blocks(objective, c):
     same(value_and_grad(c, c.delta, objective, layerwise_gn), (total, grad))
 
 
-@settings(max_examples=4)
-@given(seed=st.integers(0, 2**32 - 1), damping=st.sampled_from([0.05, 1.0]))
-def test_conjugate_gradients_solve_what_a_dense_solve_does(seed, damping):
-    """δ = -(G + λI)⁻¹ ∇L on the whole batch, G written out a column at a time from its products."""
-    c = case("cross-entropy", 3, seed)
-    _, unravel = ravel_pytree(c.theta)
-
-    @jax.jit
-    @jax.vmap
-    def column(unit):
-        delta = unravel(unit)
-        _, _, G_delta = computed(c.network, c.theta, delta, c.tokens, CURVATURE[c.loss])
-        return ravel_pytree(G_delta)[0]
-
-    identity = np.eye(flat(c.theta).size)
-    G = column(identity)
-    step = -np.linalg.solve(G + damping * identity, grad_of(c, zero(c)))
-
-    config = gn_cg.Config(c.network, 1, 1, cg_steps=2000, damping=damping)
-    state = gn_cg.solve(gn_cg.init(c.theta, config), c.tokens[None], config)
-    same(flat(state.theta) - flat(c.theta), step, tolerance=1e-7)
-
-
 @settings(max_examples=20)
 @given(
-    c=cases(2),
+    c=cases([0, 3]),
     length=st.floats(0.01, 10),
     guard=st.booleans(),
     bad=st.sampled_from([None, np.nan, np.inf]),
@@ -626,7 +609,10 @@ def perceptron_case(seed):
 
 @jax.jit
 def perceptron_dense(theta, points):
-    """The loss, g [P] and G [P, P] of the perceptron, written down in full."""
+    """The loss, g [P] and G [P, P] of the perceptron, written down in full, and G once more.
+
+    Then it is the Hessian of the loss of the linearized network.
+    """
     x, y = Perceptron.inputs_and_labels(points)
     vector, unravel = ravel_pytree(theta)
 
@@ -640,31 +626,37 @@ def perceptron_dense(theta, points):
     g = jnp.einsum("bvp,bv->p", J, p - jnp.eye(4)[y])
     H = jax.vmap(lambda p: jnp.diag(p) - jnp.outer(p, p))(p)
     G = jnp.einsum("bvp,bvw,bwq->pq", J, H, J)
-    return Perceptron.loss(None, theta, points), g / len(y), G / len(y)
+
+    def linearized(d):
+        return model.cross_entropy(z + J @ d, y) / len(y)
+
+    same_G = jax.hessian(linearized)(jnp.zeros_like(vector))
+    return Perceptron.loss(None, theta, points), g / len(y), G / len(y), same_G
 
 
 @settings(max_examples=20)
-@given(seed=st.integers(0, 2**32 - 1))
+@given(seed=SEEDS)
 def test_gradient_of_another_network_is_g_plus_G_delta(seed):
     """gn.py asks no more of a network than the functions of `Perceptron`."""
     theta, delta, (points, _) = perceptron_case(seed)
     config = gn.Config("any sizes", 1, 1, model=Perceptron)
     loss, value, grad = jax.jit(gn.value_and_grad)(theta, delta, points, config)
-    true_loss, g, G = perceptron_dense(theta, points)
+    true_loss, g, G, same_G = perceptron_dense(theta, points)
+    same(G, same_G, tolerance=1e-10)
     d = flat(delta)
     same(grad, g + G @ d, tolerance=1e-10)
     same((loss, value), (true_loss, true_loss + g @ d + d @ G @ d / 2), tolerance=1e-10)
 
 
 @settings(max_examples=10)
-@given(seed=st.integers(0, 2**32 - 1))
-def test_a_whole_step_of_another_network_is_the_dense_solve(seed):
-    """Solved by conjugate gradients, searched along and taken: θ - α (G + λI)⁻¹ g."""
+@given(seed=SEEDS, damping=st.floats(0.05, 1))
+def test_conjugate_gradients_on_another_network_are_the_dense_solve(seed, damping):
+    """A whole step, solved for on two inner batches, searched along, taken: θ - α (G + λI)⁻¹ ∇L."""
     theta, _, points = perceptron_case(seed)
-    config = gn_cg.Config("any sizes", 2, 1, model=Perceptron, damping=0.1, cg_steps=500)
+    config = gn_cg.Config("any sizes", 2, 1, model=Perceptron, damping=damping, cg_steps=500)
     start = gn_cg.init(theta, config)
-    state, metrics = gn_cg.update(start, points.__getitem__, lambda k: points[k], config)
-    _, g, G = perceptron_dense(theta, points.reshape(12, 4))
-    step = -np.linalg.solve(G + 0.1 * np.eye(len(g)), g)
+    state, metrics = gn_cg.update(start, points.__getitem__, points.__getitem__, config)
+    _, g, G, _ = perceptron_dense(theta, points.reshape(12, 4))
+    step = -np.linalg.solve(G + damping * np.eye(len(g)), g)
     assert metrics["alpha"] > 0
     same(flat(state.params) - flat(theta), metrics["alpha"] * step, tolerance=1e-7)
