@@ -344,7 +344,9 @@ def test_guard_refuses_a_step_that_does_not_lower_the_loss(float64):
         uphill = add(uphill, LOSS_GRAD(TOY, params, fresh(k)))
     nowhere = jax.tree.map(lambda a: a * jnp.nan, params)
     infinite = params | {"head": params["head"].at[0, 0].set(jnp.inf)}
-    for theta in (uphill, nowhere, infinite, params):
+    overflows = params | {"head": 1e308 * params["head"]}
+    assert np.isnan(LOSS(TOY, overflows, fresh(0)))
+    for theta in (uphill, nowhere, infinite, overflows, params):
         assert search(theta) == 0
     assert search(uphill, guard=False) == 0.25
 
@@ -429,6 +431,15 @@ def test_fault_7_an_average_over_outer_steps_still_forgets_the_start(float64, ta
     for i in (1, 2, 3):
         expected = add(expected, thetas[i], (1 - decay) * decay ** (3 - i))
     close(optimizers.weights(state), expected, 1e-12)
+
+
+def test_with_a_line_search_no_inner_step_moves_the_average():
+    config = config_of(TOY, average=0.5)
+    assert config_of(TOY).average == 0  # by default there is none
+    state = gn.init(few_params(), config)
+    expected = kept(state.average)
+    after = gn.inner_step(state, random_tokens(TOY, 2), config, bowl)
+    assert_same(after.average, expected)
 
 
 def test_without_line_search_the_step_is_taken_whole():
