@@ -528,8 +528,8 @@ PLACES = [(0, 0), (0, 3), (1, 0), (1, 3), (2, 0), (2, 3)]
 def rates(**changes):
     """lr(t, k) at PLACES for N = 4 and T = 3, over its peak. t and k are traced, as in a run."""
     config = config_of(TOY, inner_steps=4, lr=0.5, **changes)
-    rate = jax.jit(gn.learning_rate)
-    return np.array([float(rate(jnp.int32(t), jnp.int32(k), config)) for t, k in PLACES]) / 0.5
+    t, k = jnp.array(PLACES).T
+    return np.asarray(jax.jit(gn.learning_rate)(t, k, config)) / 0.5
 
 
 def test_schedules():
@@ -638,8 +638,11 @@ def test_no_array_holds_the_logits_of_a_batch(what):
 def test_same_batches_twice_give_bitwise_the_same_state(float64):
     """Nothing random is left in an outer step."""
     config = hand_settings(gn.Config)
-    results = [gn.update(gn.init(random_params(ONE), config), *many(ONE), config) for _ in range(2)]
-    assert_same(*results)
+
+    def result():
+        return gn.update(gn.init(random_params(ONE), config), *many(ONE), config)
+
+    assert_same(result(), result())
 
 
 def test_stopped_inside_an_outer_step_it_resumes_bitwise(float64):
@@ -711,9 +714,10 @@ def test_one_compiled_step_serves_every_float_of_the_settings():
         state = gn.init(few_params(), config)
         return gn.inner_step(state, random_tokens(TOY, 2), config, value_and_grad)
 
-    first, second = (config_of(TOY, **{n: v[i] for n, v in FLOATS.items()}) for i in range(2))
-    for config in (first, second, dataclasses.replace(first, outer_steps=3)):
-        step(config)
+    first = config_of(TOY, **{name: one for name, (one, _) in FLOATS.items()})
+    second = config_of(TOY, **{name: other for name, (_, other) in FLOATS.items()})
+    step(first)
+    step(second)
     assert len(traces) == 1
     step(dataclasses.replace(first, schedule="constant"))
     assert len(traces) == 2
@@ -733,7 +737,7 @@ def test_a_traced_float_does_what_a_static_one_does(float64):
         return move(state, 0.7, config)
 
     plain = inspect.unwrap(gn.inner_step), inspect.unwrap(gn.move)  # their floats are Python's
-    base = config_of(TOY, **{name: values[0] for name, values in FLOATS.items()})
+    base = config_of(TOY, **{name: one for name, (one, _) in FLOATS.items()})
     before = outer_step(base, gn.inner_step, gn.move)
     for name, (_, other) in FLOATS.items():
         config = dataclasses.replace(base, **{name: other})

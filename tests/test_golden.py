@@ -37,7 +37,7 @@ MORE = {
 
 
 def tokens(index):
-    """Inner batch `index`, int32 [4, 129]: a byte depends on the one before, so it can be learned."""
+    """Inner batch `index`, int32 [4, 129]. A byte depends on the one before, to be learned."""
     rng = np.random.default_rng(index)
     columns = [rng.integers(0, 256, 4)]
     for _ in range(128):

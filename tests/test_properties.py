@@ -262,7 +262,8 @@ def test_curvature_is_symmetric_and_positive_semidefinite(c):
     """u·G v = v·G u and v·G v ≥ 0, since G = Jᵀ H J and H is so."""
     u, v = flat(c.delta), flat(c.other)
     Gu, Gv = G_times(c, c.delta), G_times(c, c.other)
-    assert abs(u @ Gv - v @ Gu) <= 1e-10 * np.linalg.norm(u) * np.linalg.norm(Gv)
+    size = np.linalg.norm(u) * np.linalg.norm(Gv)
+    assert abs(u @ Gv - v @ Gu) <= 1e-10 * size
     assert v @ Gv >= 0
     assert u @ Gu >= 0
     assert np.isclose(value_of(c, c.other, "curvature"), v @ Gv / 2, rtol=1e-9)
@@ -331,8 +332,10 @@ def test_value_is_exactly_quadratic_along_any_line(c):
     rounding = 1e-10 * max(abs(value) for value in phi.values())
     e = flat(c.other)
     assert abs(phi[2] - 3 * phi[1] + 3 * phi[0] - phi[-1]) <= rounding
-    assert abs((phi[1] - phi[-1]) / 2 - e @ grad_of(c, c.delta)) <= rounding
-    assert abs(phi[1] - 2 * phi[0] + phi[-1] - e @ G_times(c, c.other)) <= rounding
+    slope = (phi[1] - phi[-1]) / 2
+    assert abs(slope - e @ grad_of(c, c.delta)) <= rounding
+    second = phi[1] - 2 * phi[0] + phi[-1]
+    assert abs(second - e @ G_times(c, c.other)) <= rounding
 
 
 METHODS = {"full": gn, "prox": gn_prox, "layerwise": layerwise_gn}
