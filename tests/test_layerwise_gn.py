@@ -1,101 +1,187 @@
-"""Layerwise Gauss-Newton: the full matrices' diagonal blocks, one block a layer, each written down in full."""
+"""Layerwise Gauss-Newton takes the gradient g + blockdiag(G) δ, one block a layer.
+
+The same argument as in test_gn.py. The dense G loses its blocks between layers, which are found
+here by name; what layerwise_gn.py computes is compared with that, at twelve layers too.
+"""
 
 import dataclasses
-import math
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TOY, VARIANTS, many, random_params, random_tokens
-from jax.flatten_util import ravel_pytree
-from test_gn import close, dense, equations, sizes
+from conftest import TOY, assert_same, random_params, random_tokens
+from test_gn import (
+    ONE,
+    assert_update_is_by_hand,
+    change_of,
+    close,
+    dense,
+    equations,
+    flat,
+    hand_settings,
+    largest_error_of_bfloat16,
+    quadratic_model,
+    sizes,
+)
 
 import gn
+import gn_prox
 import layerwise_gn
 import model
 
-TWELVE = dataclasses.replace(TOY, vocab_size=6, context=3, d_model=4, d_ff=4, n_heads=2, n_kv_heads=2, n_layers=12)
+TWELVE = model.Config(
+    vocab_size=6,
+    context=3,
+    d_model=4,
+    d_ff=4,
+    n_layers=12,
+    n_heads=2,
+    n_kv_heads=1,
+    mlp="swiglu",
+    qk_norm=False,
+    head_chunk=4,
+)
+VALUE_AND_GRAD = jax.jit(layerwise_gn.value_and_grad)
 
 
 def config_of(network, **changes):
-    return layerwise_gn.Config(**{"model": network, "inner_steps": 2, "outer_steps": 3} | changes)
+    sizes = {"network": network, "inner_steps": 2, "outer_steps": 3}
+    return layerwise_gn.Config(**sizes | changes)
 
 
-@partial(jax.jit, static_argnames="config")
-def compiled(params, delta, tokens, config):
-    objective = layerwise_gn.OBJECTIVES[config.objective]
-    return gn.value_and_grad(objective, layerwise_gn.linearized, params, delta, tokens, config)
-
-
-def value_and_grad(network, params, delta, tokens, **changes):
-    """Of the layerwise objective: (loss, value), gradient [P]."""
-    values, grad = compiled(params, delta, tokens, config_of(network, **changes))
-    return values, ravel_pytree(grad)[0]
-
-
-def layer_numbers(params):
-    """[P]: the layer that each parameter is in by Section 6.3, written down by its name: 0 .. L + 1."""
+def layer_of_each_parameter(params):
+    """[P]: the number of the layer, 0 to L + 1, that each parameter is in by Section 6.3."""
     L = len(params["blocks"]["wq"])
-    number = {"embedding": 0, "final_norm": L, "head": L + 1}
-    of = lambda name, a: jnp.full_like(a, number[name])
-    rows = lambda a: jnp.broadcast_to(jnp.arange(1.0, L + 1).reshape(-1, *[1] * (a.ndim - 1)), a.shape)
-    blocks = {name: rows(a) for name, a in params["blocks"].items()}
-    numbers = {name: blocks if name == "blocks" else of(name, a) for name, a in params.items()}
-    return np.asarray(ravel_pytree(numbers)[0])
+
+    def number_rows(a):
+        rows = jnp.arange(1.0, L + 1).reshape(L, *[1] * (a.ndim - 1))
+        return jnp.broadcast_to(rows, a.shape)
+
+    numbers = {
+        "embedding": jnp.full_like(params["embedding"], 0),
+        "blocks": jax.tree.map(number_rows, params["blocks"]),
+        "final_norm": jnp.full_like(params["final_norm"], L),
+        "head": jnp.full_like(params["head"], L + 1),
+    }
+    return flat(numbers)
 
 
-@pytest.mark.parametrize("network", [*VARIANTS.values(), TWELVE], ids=[*VARIANTS, "twelve layers"])
+def diagonal_blocks(G, params):
+    """G without the blocks that tie one layer to another."""
+    number = layer_of_each_parameter(params)
+    return np.where(number[:, None] == number[None], G, 0)
+
+
+# ---- the gradient --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("network", [TOY, TWELVE], ids=["two layers", "twelve layers"])
 def test_gradient_is_g_plus_the_diagonal_blocks_of_G_times_delta(network, float64):
-    """∇ = g + blockdiag(G) δ + λ δ and its value, to 1e-10, at twelve layers too: layer 1 is not 1, 10 and 11."""
+    """∇ = g + blockdiag(G) δ and its value, to 1e-10."""
     params, tokens = random_params(network), random_tokens(network, 3)
-    loss, g, G = dense(network, params, tokens)
-    number = layer_numbers(params)
-    assert len(set(number)) == network.n_layers + 2
-    blocks = np.where(number[:, None] == number[None], G, 0)
-    flat, unravel = ravel_pytree(params)
-    delta = np.random.default_rng(1).normal(size=flat.shape) * 0.3
-    (at, value), grad = value_and_grad(network, params, unravel(delta), tokens, damping=0.1)
-    close(grad, g + blocks @ delta + 0.1 * delta, 1e-10)
-    close(value, loss + g @ delta + delta @ blocks @ delta / 2 + 0.05 * delta @ delta, 1e-10)
-    close(at, loss, 1e-12)
-    assert np.linalg.norm((G - blocks) @ delta) > 0.1 * np.linalg.norm(grad)  # else this could not tell it from GN
+    true = dense(network, params, tokens)
+    blocks = diagonal_blocks(true.G, params)
+    delta = change_of(params)
+    d = flat(delta)
+    loss, value, grad = VALUE_AND_GRAD(params, delta, tokens, config_of(network))
+    close(grad, true.g + blocks @ d, 1e-10)
+    close(value, true.loss + true.g @ d + d @ blocks @ d / 2, 1e-10)
+    close(loss, true.loss, 1e-12)
+    # else this could not tell it from full Gauss-Newton
+    assert np.linalg.norm((true.G - blocks) @ d) > 0.1 * np.linalg.norm(flat(grad))
 
 
 def test_fault_1_layer_1_does_not_take_layers_10_and_11_with_it(float64):
-    """Layers are chosen by number, never by the beginning of a name: a layer's gradient moves with its own δ only.
+    """A layer's gradient moves with its own δ only: layers are not chosen by the start of a name.
 
-    δ in block 1 of 12 leaves every other layer's gradient bitwise as it is at δ = 0, blocks 10 and 11 included.
+    δ in block 1 of 12 leaves the gradients of all other layers as they are at δ = 0.
     """
     params, tokens = random_params(TWELVE), random_tokens(TWELVE, 3)
-    number, (flat, unravel) = layer_numbers(params), ravel_pytree(params)
-    zero, full = np.zeros(flat.size), np.random.default_rng(1).normal(size=flat.shape)
-    _, still = value_and_grad(TWELVE, params, unravel(zero), tokens, damping=0.1)
+    number = layer_of_each_parameter(params)
+    assert set(number) == set(range(14))
+    _, unravel = jax.flatten_util.ravel_pytree(params)
+    change = flat(change_of(params))
+
+    def gradient(d):
+        return flat(VALUE_AND_GRAD(params, unravel(d), tokens, config_of(TWELVE))[2])
+
+    still = gradient(np.zeros_like(change))
     for layer in (0, 1, 10, 12, 13):
-        _, grad = value_and_grad(TWELVE, params, unravel(np.where(number == layer, full, 0)), tokens, damping=0.1)
-        moved = {int(n) for n in number[np.asarray(abs(grad - still) > 1e-12)]}
-        assert moved == {layer}
+        moved = gradient(np.where(number == layer, change, 0))
+        assert set(number[np.abs(moved - still) > 1e-12]) == {layer}
 
 
 def test_split_is_a_partition_and_merge_its_inverse():
-    """Every parameter below the head in exactly one layer, at twelve layers; merged they are what they were."""
+    """Every parameter below the head is in one of 13 layers; merged they are what they were."""
     params = random_params(TWELVE)
     layers = layerwise_gn.split(params)
-    assert len(layers) == 13 and [len(p) for p in layers] == [1] + 11 * [12] + [13]
-    assert sum(a.size for a in jax.tree.leaves(layers)) + params["head"].size == model.size(TWELVE)
-    merged = layerwise_gn.merge(layers)
-    jax.tree.map(np.testing.assert_array_equal, merged, {k: a for k, a in params.items() if k != "head"})
+    assert [len(layer) for layer in layers] == [1] + 11 * [9] + [10]
+    below = {name: a for name, a in params.items() if name != "head"}
+    assert sum(a.size for a in jax.tree.leaves(layers)) == flat(below).size
+    assert_same(layerwise_gn.merge(layers), below)
+
+
+def test_bfloat16_gradients_are_within_0_012_of_float32():
+    assert largest_error_of_bfloat16(layerwise_gn.value_and_grad, layerwise_gn.Config) < 0.012
+
+
+# ---- the outer step ------------------------------------------------------------------------------
+
+
+def test_update_is_the_outer_step_written_out_with_the_diagonal_blocks(float64):
+    """Two outer steps with g + blockdiag(G) δ, and a search of ten step sizes."""
+    config = hand_settings(layerwise_gn.Config)
+    assert config.line_search == 10
+
+    def value_and_grad(theta0, delta, tokens):
+        true = dense(ONE, theta0, tokens)
+        blocks = diagonal_blocks(true.G, theta0)
+        return quadratic_model(true._replace(G=blocks), delta)
+
+    assert_update_is_by_hand(layerwise_gn, config, value_and_grad)
+
+
+@pytest.mark.parametrize("name", ["quadratic", "exact"])
+def test_the_objective_is_the_one_that_the_settings_name(name, monkeypatch):
+    """ "quadratic", the default, is that of gn.py; "exact" is that of gn_prox.py."""
+    assert {"quadratic": gn.quadratic, "exact": gn_prox.exact} == layerwise_gn.OBJECTIVES
+    assert config_of(ONE).objective == "quadratic"
+    original = layerwise_gn.OBJECTIVES[name]
+    called = []
+
+    def noted(z, v, y):
+        called.append(name)
+        return original(z, v, y)
+
+    monkeypatch.setitem(layerwise_gn.OBJECTIVES, name, noted)
+    params = random_params(ONE)
+    config = config_of(ONE, objective=name)
+    jax.eval_shape(layerwise_gn.value_and_grad, params, params, random_tokens(ONE, 2), config)
+    assert called
+
+
+def test_bad_objective_is_refused():
+    config_of(TOY).check()
+    with pytest.raises(ValueError, match="objective is 'cubic'; valid: quadratic, exact"):
+        config_of(TOY, objective="cubic").check()
+
+
+# ---- what it costs -------------------------------------------------------------------------------
 
 
 def test_one_stack_of_streams_and_no_logits_of_a_batch():
-    """No array is larger than the stack [L + 1, B, T, D]: no stream's logits, no second axis of layers."""
-    network = dataclasses.replace(TWELVE, vocab_size=500, context=16, d_ff=8, head_chunk=4)
-    params, tokens = random_params(network), random_tokens(network, 32)
-    state = layerwise_gn.init(params, config_of(network))
-    step = lambda s: gn.inner_step(s, tokens, config_of(network), gn.quadratic, layerwise_gn.linearized)
+    """No array is larger than the stack [L + 1, B, T, D]: no logits, no second such axis."""
+    network = dataclasses.replace(TWELVE, vocab_size=500, context=16, d_ff=8)
+    config = config_of(network)
+    tokens = random_tokens(network, 32)
+
+    def step(state):
+        return gn.inner_step(state, tokens, config, layerwise_gn.value_and_grad)
+
+    state = layerwise_gn.init(random_params(network), config)
     stack = 13 * 32 * 16 * network.d_model
-    assert max(sizes(jax.make_jaxpr(step)(state).jaxpr)) <= stack < 32 * 16 * network.vocab_size / 5
+    assert max(sizes(jax.make_jaxpr(step)(state).jaxpr)) <= stack < 32 * 16 * 500 / 5
 
 
 def trips(jaxpr):
@@ -104,49 +190,23 @@ def trips(jaxpr):
 
 
 def test_work_is_one_forward_and_what_lies_above_each_layer():
-    """Products a weight, a stream: 1 forward for all, 2 + 2 for the layer's own, 1 + 1 for each that passes it.
+    """A weight's products: 1 for all streams, 2 + 2 for the layer's own, 1 + 1 for one that passes.
 
-    By the compiler's count of operations, in which a loop's body counts once: 7 where Gauss-Newton has 5. (8 would be a
-    second forward pass.) And the loops of block l run over the l streams from below, there and back.
+    By the compiler's count of operations, in which a loop's body counts once: 7 where Gauss-Newton
+    has 5. (8 would be a second forward pass.) The loops of block l run over the streams from below.
     """
-    network = dataclasses.replace(TOY, n_layers=6, d_model=128, d_ff=512, n_heads=1, n_kv_heads=1, context=2)
+    sizes = {"n_layers": 3, "d_model": 128, "d_ff": 512, "n_heads": 1, "n_kv_heads": 1}
+    network = dataclasses.replace(TOY, context=2, head_chunk=128, **sizes)
     params, tokens = random_params(network), random_tokens(network, 64)
-    network = dataclasses.replace(network, head_chunk=128)
-    step = lambda f: jax.jit(lambda p, d, t: gn.value_and_grad(gn.quadratic, f, p, d, t, config_of(network)))
-    ours, full = (step(f).lower(params, params, tokens) for f in (layerwise_gn.linearized, gn.linearized))
-    flops = [lowered.compile().cost_analysis()["flops"] for lowered in (ours, full)]
-    assert 1.3 < flops[0] / flops[1] < 1.5
-    jaxpr = jax.make_jaxpr(step(layerwise_gn.linearized))(params, params, tokens).jaxpr
-    head = [1, 7, 1]  # 1 chunk of tokens; its 7 streams, and the head's own
-    assert sorted(trips(jaxpr)) == sorted(head + 2 * [1, 2, 3, 4, 5, 6])
 
+    def operations(value_and_grad):
+        program = jax.jit(value_and_grad).lower(params, params, tokens, config_of(network))
+        return program.cost_analysis()["flops"]
 
-@pytest.mark.parametrize("objective", ["quadratic", "exact"])
-def test_update_searches_ten_step_sizes_along_the_merged_step(float64, objective):
-    """θ_{t+1} = θ_t + α (θ - θ_t), α the best of 2^(-i/2), i < 10, on all fresh batches."""
-    params, (batches, fresh) = random_params(TOY), many(TOY)
-    config = config_of(TOY, lr=1.0, objective=objective)
-    state, metrics = layerwise_gn.update(layerwise_gn.init(params, config), batches, fresh, config)
-    at = lambda a: sum(model.loss(TOY, gn.move(params, state.theta, a), fresh(k)) for k in range(2))
-    losses = [float(at(2 ** (-i / 2))) for i in range(10)]
-    assert math.isclose(metrics["alpha"], 2 ** (-np.argmin(losses) / 2)) and np.argmin(losses) > 4
-    close(state.params, gn.move(params, state.theta, metrics["alpha"]), 1e-12)
+    full = operations(gn.value_and_grad)
+    assert 1.3 < operations(layerwise_gn.value_and_grad) / full < 1.5
 
-
-def test_cg_solves_with_the_diagonal_blocks(float64):
-    """--inner cg: δ = -(blockdiag(G) + λI)⁻¹ g, against a dense solve; refused where the objective is not quadratic."""
-    params, (batches, _) = random_params(TOY), many(TOY)
-    config = config_of(TOY, inner="cg", cg_steps=3000, damping=0.1, line_search=0)
-    state, _ = layerwise_gn.update(layerwise_gn.init(params, config), batches, None, config)
-    _, g, G = dense(TOY, params, np.concatenate([batches(0), batches(1)]))
-    number = layer_numbers(params)
-    blocks = np.where(number[:, None] == number[None], G, 0)
-    expected = -np.linalg.solve(blocks + 0.1 * np.eye(len(g)), g)
-    close(ravel_pytree(state.params)[0] - ravel_pytree(params)[0], expected, 1e-6)
-    with pytest.raises(ValueError, match="solves quadratic problems"):
-        config_of(TOY, inner="cg", objective="exact")
-
-
-def test_bad_objective_is_refused():
-    with pytest.raises(ValueError, match="objective is 'cubic'; valid: quadratic, exact"):
-        config_of(TOY, objective="cubic")
+    trace = jax.make_jaxpr(layerwise_gn.value_and_grad)
+    jaxpr = trace(params, params, tokens, config_of(network)).jaxpr
+    chunks_of_the_head = [1]
+    assert sorted(trips(jaxpr)) == sorted(chunks_of_the_head + 2 * [1, 2, 3])

@@ -1,0 +1,124 @@
+"""Conjugate gradients solve for the Gauss-Newton step itself: δ = -(G + λI)⁻¹ g of the whole batch.
+
+A dense solve with the G of test_gn.py says what δ is; for the block-diagonal G, that of
+test_layerwise_gn.py. Then the step is searched along, taken, and a run stopped in it resumes.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import assert_same, many, random_params
+from test_gn import GRID, ONE, close, dense, flat, losses_by_hand
+from test_layerwise_gn import diagonal_blocks
+
+import gn
+import gn_cg
+import layerwise_gn
+
+
+def config_of(**changes):
+    sizes = {"network": ONE, "inner_steps": 2, "outer_steps": 3}
+    return gn_cg.Config(**sizes | {"cg_steps": 3000} | changes)
+
+
+def stacked(batches):
+    """The two inner batches of a batch, [2, B, T+1]."""
+    return jnp.stack([batches(0), batches(1)])
+
+
+def dense_of_batch(params, batches):
+    return dense(ONE, params, np.concatenate([batches(0), batches(1)]))
+
+
+def dense_step(g, G, damping):
+    """-(G + λI)⁻¹ g, [P]."""
+    return -np.linalg.solve(G + damping * np.eye(len(g)), g)
+
+
+@pytest.mark.parametrize("damping", [1.0, 1e-3])
+def test_update_is_the_dense_solve(float64, damping):
+    """θ_{t+1} = θ_t - α (G + λI)⁻¹ g, α being the best of the grid or 0; and what is logged."""
+    config = config_of(damping=damping)
+    params, (batches, fresh) = random_params(ONE), many(ONE)
+    true = dense_of_batch(params, batches)
+    step = dense_step(true.g, true.G, damping)
+    solved = []
+
+    def watch(state):
+        solved.append(flat(state.theta) - flat(params))
+
+    state, metrics = gn_cg.update(gn_cg.init(params, config), batches, fresh, config, watch)
+    close(solved, [step], 1e-6)
+
+    _, unravel = jax.flatten_util.ravel_pytree(params)
+    theta = unravel(flat(params) + step)
+    losses = losses_by_hand(params, theta, fresh, grid=[0.0, *GRID], network=ONE).sum(axis=0)
+    alpha = [0.0, *GRID][int(np.argmin(losses))]
+    # Hardly damped, the step fits its four sequences only, and is refused.
+    assert (alpha > 0) == (damping == 1)
+    assert math.isclose(metrics["alpha"], alpha, rel_tol=1e-12)
+    close(state.params, flat(params) + alpha * step, 1e-6)
+    assert_same(state.theta, state.params)  # the next step starts there
+    assert (int(state.t), int(state.k)) == (1, 0)
+
+    quadratic = true.g @ step + step @ true.G @ step / 2 + damping * step @ step / 2
+    close(metrics["train_loss"], true.loss, 1e-10)
+    close(metrics["inner_loss"], true.loss + quadratic, 1e-8)
+
+
+def test_solves_with_the_diagonal_blocks_for_layerwise(float64):
+    """With layerwise_gn's gradient: δ = -(blockdiag(G) + λI)⁻¹ g."""
+    config = config_of(damping=0.1)
+    params, (batches, _) = random_params(ONE), many(ONE)
+    start = gn_cg.init(params, config)
+    state = gn_cg.solve(start, stacked(batches), config, layerwise_gn.value_and_grad)
+    true = dense_of_batch(params, batches)
+    step = dense_step(true.g, diagonal_blocks(true.G, params), 0.1)
+    close(flat(state.theta) - flat(params), step, 1e-6)
+
+
+def test_one_step_of_conjugate_gradients_is_steepest_descent(float64):
+    """cg_steps = 1: δ = -(g·g / g·(G + λI) g) g."""
+    config = config_of(cg_steps=1, damping=0.1, line_search=0)
+    params, (batches, _) = random_params(ONE), many(ONE)
+    state = gn_cg.solve(gn_cg.init(params, config), stacked(batches), config)
+    _, g, G = dense_of_batch(params, batches)
+    step = -(g @ g) / (g @ G @ g + 0.1 * g @ g) * g
+    close(flat(state.theta) - flat(params), step, 1e-8)
+
+
+def test_without_line_search_the_step_is_taken_whole_and_a_stopped_one_resumes_bitwise(float64):
+    """The State after the solve is all there is: the batch is not read again, nor solved for."""
+    config = config_of(cg_steps=1, damping=0.1, line_search=0)
+    params, (batches, _) = random_params(ONE), many(ONE)
+    seen = []
+    whole = gn_cg.update(gn_cg.init(params, config), batches, None, config, seen.append)
+    state, metrics = whole
+    assert [int(inside.k) for inside in seen] == [2]
+    assert_same(gn_cg.update(seen[0], None, None, config), whole)
+    close(state.params, seen[0].theta, 1e-15)
+    assert metrics.keys() == {"train_loss", "inner_loss"}
+    assert state.average is None
+
+
+def test_curvature_is_the_second_part_of_the_quadratic(float64):
+    """gn.quadratic = ℓ + g·v + curvature's value, and its gradient g + curvature's."""
+    z, v = np.random.default_rng(0).normal(size=(2, 4, 11))
+    y = jnp.array([0, 3, 3, 10])
+    quadratic = jax.jit(gn.quadratic)
+    loss, value, u = quadratic(z, v, y)
+    _, _, g = quadratic(z, 0 * v, y)
+    nothing, half_vHv, Hv = jax.jit(gn_cg.curvature)(z, v, y)
+    assert nothing == 0
+    close(value, loss + np.vdot(g, v) + half_vHv, 1e-12)
+    close(u, g + Hv, 1e-12)
+
+
+@pytest.mark.parametrize("bad", [{"damping": -0.1}, {"cg_steps": 0}, {"line_search": -1}])
+def test_bad_settings_are_refused(bad):
+    config_of().check()
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        config_of(**bad).check()
