@@ -3,15 +3,15 @@
     L2(θ_t + δ) = ℓ(z) + Σ_l (g·v_l + ½ v_l·H v_l),     v_l = J_l δ_l,   J_l: layer l's columns of J
     ∇_l L2 = J_lᵀ(g + H v_l);     all layers together:  ∇L2 = ∇L(θ_t) + blockdiag(G) δ
 
-Each term of the sum has the change of one layer's weights alone. So G loses
-what ties one layer to another. The layers are the embedding, each transformer block (the last one
-with the final norm), and the head.
+Each term of the sum has the change of one layer's weights alone. So G loses what ties one layer to
+another. The layers are the embedding, each transformer block (the last one with the final norm),
+and the head.
 
 Full Gauss-Newton pushes one change up through the network. Here each layer's change δ_l makes a
 stream of its own: it starts at layer l, passes all layers above, and meets the loss alone; its
 cotangent passes back down to layer l and ends there. All streams share one forward pass. Each way,
-a layer multiplies by its weights once for a stream that passes, and about twice for its own. For the
-model `150m` this costs about 4 gradients of gn.py; its 14 layers one after another would cost 14.
+a layer multiplies by its weights once for a stream that passes, and about twice for its own. For
+the model `150m` this costs about 4 gradients of gn.py; its 14 layers one by one would cost 14.
 
 All the rest is gn.py. Muon treats each matrix by itself, and Adam each number, so one inner iterate
 and one optimizer serve all layers. Only clipping looks across them: by one norm of all matrices of

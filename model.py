@@ -277,8 +277,8 @@ def head_both_ways(config, theta0, delta):
 def over_tokens(config, f, *arrays):
     """Applies f to all tokens of arrays [B, T, ..], to at most `head_chunk` tokens at a time.
 
-    f takes chunks [c, ..] of the arrays and returns two trees: outs [c, ..], one per token, and sums
-    over tokens. Returns the outs of all chunks, joined to [B, T, ..], and the sums added up.
+    f takes chunks [c, ..] of the arrays and returns two trees: outs [c, ..], and sums over tokens.
+    Returns the outs of all chunks, joined to [B, T, ..], and the sums added up.
     """
     B, T = arrays[0].shape[:2]
     n = -(-B * T // config.head_chunk)  # chunks, rounded up
