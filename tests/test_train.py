@@ -408,9 +408,9 @@ def test_the_papers_settings(name, heads, inner_batch):
     has(configured("soap").settings, lr=0.03, b1=0.9, b2=0.9, frequency=1)
 
 
-def test_the_readmes_commands_are_valid(capsys):
-    """Each `python train.py ..` line of the README, on a text that every machine has."""
-    text = (Path(train.__file__).parent / "README.md").read_text()
+def test_the_commands_of_the_papers_experiments_are_valid(capsys):
+    """Each `python train.py ..` line of docs/usage.md, on a text that every machine has."""
+    text = (Path(train.__file__).parent / "docs" / "usage.md").read_text()
     lines = [
         line.split("#")[0].split()[2:]
         for line in text.splitlines()
