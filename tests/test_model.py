@@ -223,6 +223,28 @@ def test_a_chunk_has_at_most_head_chunk_tokens(chunk, chunks):
     np.testing.assert_array_equal(out, numbers)
 
 
+def test_head_both_ways_is_the_pushforward_and_the_pullback_of_the_head(float64):
+    """By jax.jvp and jax.vjp of (h, w) -> h w."""
+    params, delta = random_params(TOY), random_params(TOY, 1)
+    h, dh = np.random.default_rng(0).normal(size=(2, 3, 8))
+    u = np.random.default_rng(1).normal(size=(3, 11))
+    z, v, pull = model.head_both_ways(TOY, params, delta)(jnp.asarray(h), jnp.asarray(dh))
+    h_bar, head_grad = pull(jnp.asarray(u))
+
+    place, change = (h, params["head"]), (dh, delta["head"])
+    expected_z, expected_v = jax.jvp(jnp.matmul, place, change)
+    _, pullback = jax.vjp(jnp.matmul, *place)
+    expected_h_bar, expected_w_bar = pullback(jnp.asarray(u))
+    assert head_grad.keys() == {"head"}
+    for found, expected in (
+        (z, expected_z),
+        (v, expected_v),
+        (h_bar, expected_h_bar),
+        (head_grad["head"], expected_w_bar),
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
 # ---- bfloat16 ------------------------------------------------------------------------------------
 
 
