@@ -1,10 +1,13 @@
 """The lesson: what it says of its numbers is true of them, and its picture is there."""
 
 import re
+from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+import gn
 import tutorial
 
 
@@ -85,3 +88,24 @@ def test_a_folder_that_cannot_be_is_one_line(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(tutorial, "teach", teach)
     assert tutorial.main(["--out", str(tmp_path / "file")]) == 1
     assert re.fullmatch(r"tutorial\.py: .+\n", capsys.readouterr().err)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """All that gn.py reads of the sizes of a network."""
+
+    dtype: str = "float32"
+
+
+@pytest.mark.parametrize("inner", ["muon", "adamw"])
+def test_a_whole_outer_step_trains_a_network_of_ones_own(inner):
+    """The MLP has no matrix that Muon knows by name, so AdamW moves it under either name."""
+    config = gn.Config(
+        Sizes(), model=tutorial.MLP, inner_steps=5, outer_steps=2, inner=inner, lr=0.1
+    )
+    batch = tutorial.make_batch()
+    params = jax.tree.map(jnp.float32, tutorial.init(1))
+    before = tutorial.MLP.loss(None, params, batch)
+    state, metrics = gn.update(gn.init(params, config), lambda k: batch, lambda k: batch, config)
+    assert metrics["alpha"] > 0
+    assert tutorial.MLP.loss(None, state.params, batch) < before - 0.01
