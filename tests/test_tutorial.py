@@ -106,4 +106,4 @@ def test_a_whole_outer_step_trains_a_network_of_ones_own(inner):
     before = tutorial.MLP.loss(None, params, batch)
     state, metrics = gn.update(gn.init(params, config), lambda k: batch, lambda k: batch, config)
     assert metrics["alpha"] > 0
-    assert tutorial.MLP.loss(None, state.params, batch) < before - 0.01
+    assert tutorial.MLP.loss(None, state.params, batch) < before - 0.005
