@@ -10,8 +10,8 @@ Here L(θ) = ℓ(f(θ)). L2 is smallest where ∇L2 = 0, at δ = -G⁻¹ ∇L(θ
 has no inverse where a δ changes no probability. L2 is flat there, and any solution will do.)
 
 Newton's method has the Hessian of L in place of G. It is G + Σᵢ gᵢ ∇²fᵢ, a sum over the logits: G
-leaves out the curvature of the network itself. What is left is nowhere negative, because H is not:
-for one token H = diag(p) - p pᵀ, where p = softmax(z) and v·Hv is the variance of v under p.
+leaves out the curvature of the network itself. G has no negative curvature, because H has none:
+for one token H = diag(p) - p pᵀ, where p = softmax(z), and v·Hv is the variance of v under p.
 
 Neither J nor G is ever formed. JAX gives us functions that multiply by J and by Jᵀ:
     `jax.linearize(f, θ_t)` returns f(θ_t) and the pushforward, δ -> J δ;
@@ -39,7 +39,7 @@ from optimizers import cosine, progress, rise
 from runtime import parallel
 from runtime.flags import check_choice, check_range, traced
 
-SCHEDULES = {  # factors of lr; run, inner: the part of the run, of the inner loop, that is done
+SCHEDULES = {  # factors of lr, from the fractions of the run and of the inner loop that are done
     "constant+inner cosine": lambda run, inner: cosine(inner),
     "global cosine": lambda run, inner: cosine(run),
     "global+inner cosine": lambda run, inner: cosine(run) * cosine(inner),
@@ -55,7 +55,7 @@ INNER_OPTIMIZERS = {  # optax transformations; lr: of this inner step, c: the Co
 @traced  # jax.jit takes the floats as inputs; all other fields are constants of the program
 @dataclass(frozen=True)
 class BaseConfig:
-    """Sizes of the run, which train.py fills in, and the line search: all that gn_cg.py shares."""
+    """What every method with a line search has: sizes, filled in by train.py, and its settings."""
 
     network: model.Config  # sizes of the network
     inner_steps: int  # inner batches in a batch, N
@@ -96,9 +96,8 @@ class Config(BaseConfig):
     # decay τ of the weight average, per inner step (App. H: 0.9 to 0.999); 0 = no average. Default:
     # 0 with a line search, 0.999 without
     average: float = None
-    clip: float = (
-        1.0  # largest norm of the gradient of Muon's matrices, and of Adam's rest; 0 = any
-    )
+    # largest norm of the gradient: one for all that Muon updates, one for all else; 0 = no limit
+    clip: float = 1.0
 
     def __post_init__(self):
         if self.average is None:
@@ -123,8 +122,8 @@ class State(NamedTuple):
     opt: Any  # state of the inner optimizer
     t: jax.Array  # outer steps done
     k: jax.Array  # inner steps done of the current outer step
-    loss: jax.Array  # sum over these of the loss at θ_t
-    inner_loss: jax.Array  # sum over these of L2 at the inner iterate
+    loss: jax.Array  # ℓ at θ_t, summed over these k inner steps
+    inner_loss: jax.Array  # L2 at the inner iterate, summed over the same steps
 
 
 def init(params, config):
@@ -187,7 +186,7 @@ def learning_rate(t, k, config):
     run = progress((t + k / N) / steps, config.warmup)  # 0 to 1, from the end of the warm-up on
     inner = progress(k / N, config.inner_warmup)
     fall = SCHEDULES[config.schedule](run, inner)
-    run_rise = rise(t * N + k, config.warmup * steps * N)  # up to 1 within so many inner steps
+    run_rise = rise(t * N + k, config.warmup * steps * N)  # linear: to 1 over the warm-up
     inner_rise = rise(k, config.inner_warmup * N)
     return config.lr * run_rise * inner_rise * fall
 
@@ -197,7 +196,7 @@ def inner_step(state, tokens, config, value_and_grad=value_and_grad):
     """The State after one step of the inner optimizer on an inner batch, int32 [B, T+1].
 
     The state is donated: its memory goes to the result, and it cannot be used again. parallel.jit
-    and parallel.mean are jax.jit and "the mean over the devices, each with a share of the tokens".
+    is jax.jit; parallel.mean(f) is the mean of f over the devices, each with a share of the tokens.
     """
     delta = jax.tree.map(jnp.subtract, state.theta, state.params)
     mean_value_and_grad = parallel.mean(partial(value_and_grad, config=config))
@@ -212,7 +211,7 @@ def inner_step(state, tokens, config, value_and_grad=value_and_grad):
     step, opt = optimizer.update(grad, state.opt, state.theta)
     theta = optax.apply_updates(state.theta, step)
     average = state.average
-    if not config.line_search:  # with one, `move` averages
+    if not config.line_search:  # otherwise `move` averages
         average = optimizers.update_average(average, theta, config.average)
     state = state._replace(loss=state.loss + ell, inner_loss=state.inner_loss + L2)
     return state._replace(theta=theta, average=average, opt=opt, k=state.k + 1)
@@ -226,7 +225,7 @@ def between(theta0, theta, alpha):
 
 @parallel.jit
 def losses(theta0, theta, alphas, tokens, config):
-    """[A]: the loss at θ_t + α (θ - θ_t) for each α of alphas, [A]; α > 0 needs a finite θ."""
+    """The loss at θ_t + α (θ - θ_t), for each α of alphas [A]; inf if α > 0 and θ is not finite."""
     is_finite = [jnp.isfinite(a).all() for a in jax.tree.leaves(theta)]
     all_finite = jnp.array(is_finite).all()
     mean_loss = parallel.mean(partial(config.model.loss, config.network))
@@ -249,7 +248,7 @@ def line_search(theta0, theta, fresh, config):
     total = jnp.zeros_like(alphas)
     for k in range(config.fresh_batches):
         batch_losses = losses(theta0, theta, alphas, fresh(k), config)
-        jax.block_until_ready(total)  # of the batches before: not to run ahead of the device
+        jax.block_until_ready(total)  # else Python would queue all batches on the device at once
         total = total + batch_losses
     total = jnp.where(jnp.isfinite(total), total, jnp.inf)
     return alphas[jnp.argmin(total)]

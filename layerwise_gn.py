@@ -9,9 +9,10 @@ and the head.
 
 Full Gauss-Newton pushes one change up through the network. Here each layer's change δ_l makes a
 stream of its own: it starts at layer l, passes all layers above, and meets the loss alone; its
-cotangent passes back down to layer l and ends there. All streams share one forward pass. Each way,
-a layer multiplies by its weights once for a stream that passes, and about twice for its own. For
-the model `150m` this costs about 4 gradients of gn.py; its 14 layers one by one would cost 14.
+cotangent passes back down to layer l and ends there. All streams share one forward pass. On the way
+up, and again on the way down, a layer costs one multiply-add per weight and token for each stream
+that passes it, and about two for the stream that starts in it. For the model `150m` this costs
+about 4 gradients of gn.py; its 14 layers one by one would cost 14.
 
 All the rest is gn.py. Muon treats each matrix by itself, and Adam each number, so one inner iterate
 and one optimizer serve all layers. Only clipping looks across them: by one norm of all matrices of
@@ -63,7 +64,7 @@ def merge(layers):
     embedding, *blocks = layers
     stacked = {}
     for name in blocks[0]:
-        if name != "final_norm":  # which a single block has, too
+        if name != "final_norm":  # blocks[0] has it if there is only one block
             stacked[name] = jnp.stack([p[name] for p in blocks])
     return {**embedding, "blocks": stacked, "final_norm": blocks[-1]["final_norm"]}
 
@@ -168,7 +169,7 @@ def across(network, objective, head, h, streams, y):
         ells, L2s, u = for_each_stream(z, v, y)
         ell, L2_head, u_head = objective(z, v_head, y)
 
-        # Each of the ells is ℓ, and each L2 is ℓ and its layer's terms: ℓ is to count once.
+        # Each of the ells is the same ℓ. Each L2 is ℓ plus the terms of its layer; ℓ counts once.
         L2 = ell + jnp.sum(L2s - ells) + (L2_head - ell)
         h_bar = product(network, u, w.T, h.dtype)
         w_bar = product(network, h.T, u_head, h.dtype)

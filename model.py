@@ -44,7 +44,8 @@ class Config:
     mlp: str = "gelu"  # gelu (two matrices, as in the paper) | swiglu (three: the usual LLaMA)
     # LayerNorm on the queries and keys, over all heads together (paper); false = the usual LLaMA
     qk_norm: bool = True
-    dtype: str = "float32"  # float32 | bfloat16: of matrix products; train.py: bfloat16 on a GPU
+    # float32 | bfloat16: type of the factors of matrix products; train.py takes bfloat16 on a GPU
+    dtype: str = "float32"
     head_chunk: int = 4096  # the most tokens whose logits are held at once; fewer = less memory
 
     def check(self):
@@ -60,7 +61,8 @@ class Config:
             raise ValueError(f"n_heads {heads} must be a multiple of n_kv_heads {kv_heads}")
 
 
-PRESETS = {  # Appendix E; `tiny` is for a CPU, with the 256 ids that train.py gives it for bytes
+# Appendix E. `tiny` is for a CPU: it reads bytes, so train.py sets its vocab_size to 256.
+PRESETS = {
     "tiny": Config(context=128, d_model=64, d_ff=256, n_layers=2, n_heads=4, n_kv_heads=4),
     "45m": Config(),
     "150m": Config(d_model=768, d_ff=3072, n_layers=12, n_heads=16, n_kv_heads=16),
@@ -148,7 +150,7 @@ def rounded(config, x):
 
 
 def wide(x):
-    """x in float32 or wider: what everything but the products with weights computes in."""
+    """x in float32 or wider, for all that is not a matrix product of rounded factors."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
@@ -254,7 +256,7 @@ def head_both_ways(config, theta0, delta):
     v = dh w + h dw        [c, V], their change (the pushforward);
     pull                   u [c, V] -> h_bar = u wᵀ [c, D] and the head's gradient w_bar = hᵀ u.
 
-    The last is the pullback. A name with _bar is a cotangent: the gradient in what it is named for.
+    `pull` is the pullback. h_bar and w_bar are cotangents: the gradients in h and in w.
     """
     w = rounded(config, theta0["head"])  # here, once, and not for each chunk of tokens
     dw = rounded(config, delta["head"])
