@@ -39,7 +39,7 @@ from optimizers import cosine, progress, rise
 from runtime import parallel
 from runtime.flags import check_choice, check_range, traced
 
-SCHEDULES = {  # factors of lr, from the fractions of the run and of the inner loop that are done
+SCHEDULES = {  # factors of lr; run and inner: how far each is, 0 (end of its warm-up) to 1
     "constant+inner cosine": lambda run, inner: cosine(inner),
     "global cosine": lambda run, inner: cosine(run),
     "global+inner cosine": lambda run, inner: cosine(run) * cosine(inner),
@@ -183,7 +183,7 @@ def value_and_grad(theta0, delta, tokens, config, objective=quadratic):
 def learning_rate(t, k, config):
     """Learning rate of inner step k of outer step t (Appendix D)."""
     steps, N = config.outer_steps, config.inner_steps
-    run = progress((t + k / N) / steps, config.warmup)  # 0 to 1, from the end of the warm-up on
+    run = progress((t + k / N) / steps, config.warmup)
     inner = progress(k / N, config.inner_warmup)
     fall = SCHEDULES[config.schedule](run, inner)
     run_rise = rise(t * N + k, config.warmup * steps * N)  # linear: to 1 over the warm-up
@@ -226,6 +226,7 @@ def between(theta0, theta, alpha):
 @parallel.jit
 def losses(theta0, theta, alphas, tokens, config):
     """The loss at θ_t + α (θ - θ_t), for each α of alphas [A]; inf if α > 0 and θ is not finite."""
+    # The loss alone may not show it: these tokens do not read all rows of the embedding.
     is_finite = [jnp.isfinite(a).all() for a in jax.tree.leaves(theta)]
     all_finite = jnp.array(is_finite).all()
     mean_loss = parallel.mean(partial(config.model.loss, config.network))
@@ -284,7 +285,7 @@ def update(state, batches, fresh, config, watch=lambda state: None, value_and_gr
     batches(k), k < inner_steps: inner batches, int32 [B, T+1]; fresh(k), k < fresh_batches: those
     of the line search; watch(state): called after each inner step; value_and_grad: of this file or
     another method. Returns the next State, and metrics: train_loss (ℓ at θ_t) and inner_loss (L2),
-    means in nats per token; lr of the first inner step; alpha, 0 if the step was refused.
+    means in nats per token; lr of the first inner step; with a line search alpha, 0 if refused.
     """
     N = config.inner_steps
     for k in range(int(state.k), N):  # a run that was stopped inside the loop resumes there

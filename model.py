@@ -13,7 +13,7 @@ to hold, so `hidden` ends below the head, and `over_tokens` applies the head to 
 `@on_gpu(kernel)` lets a kernel take the place of a function on a GPU. It computes the same, faster.
 
 Axes: B sequences, T positions, D model width, K width of an attention head, F width of the MLP, V
-vocabulary, L layers, c tokens of a chunk. "The head" alone is the last matrix, [D, V].
+vocabulary, L layers, c tokens of a chunk. The one called "the head" is the last matrix, [D, V].
 """
 
 from dataclasses import dataclass
@@ -131,7 +131,7 @@ def layer_norm(x, scale, bias):
 def rotate(x):
     """Rotary positions: at position t, turns the pair x[i], x[i + K/2] by t / 10000^(2i/K) radians.
 
-    x: [B, T, heads, K]. A query times a key then depends on their positions' difference only.
+    x: [B, T, heads, K]. A query times a key then knows their positions by the difference only.
     """
     T, half = x.shape[1], x.shape[3] // 2
     positions_per_radian = 10_000.0 ** (jnp.arange(half) / half)  # [K/2]

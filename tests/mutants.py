@@ -49,7 +49,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("gn.py", "the last inner batch's loss for the mean", "loss=state.loss + ell,", "loss=config.inner_steps * ell,"),
     ("gn.py", "the last inner batch's inner loss for the mean", "inner_loss=state.inner_loss + L2)", "inner_loss=config.inner_steps * L2)"),
     ("gn.py", "the average of inner iterates is overwritten", "update_average(average, theta, config.average)", "update_average(theta, theta, config.average)"),
-    ("gn.py", "with a line search an average over inner steps too", "if not config.line_search:  # with", "if True:  # with"),
+    ("gn.py", "with a line search an average over inner steps too", "if not config.line_search:  # otherwise", "if True:  # otherwise"),
     ("gn.py", "the line from θ to θ_t", "a + alpha * (b - a)", "b + alpha * (a - b)"),
     ("gn.py", "a refused step is as broken as θ", "return jax.tree.map(partial(jnp.where, alpha == 0), theta0, point)", "return point"),
     ("gn.py", "α halves each time", "2.0 ** (-jnp.arange(config.line_search) / 2)", "2.0 ** (-jnp.arange(config.line_search))"),
