@@ -7,7 +7,7 @@ its second-order expansion in the logits. With δ = θ - θ_t, z = f(θ_t), and 
     ∇L2 = Jᵀ(g + H v) = ∇L(θ_t) + G δ,     G = Jᵀ H J                            (Appendix B)
 
 Here L(θ) = ℓ(f(θ)). L2 is smallest where ∇L2 = 0, at δ = -G⁻¹ ∇L(θ_t): the Gauss-Newton update. (G
-has no inverse where a δ changes no probability. L2 is flat there, and any solution will do.)
+has no inverse where a δ changes no probability. L2 is flat there: any G δ = -∇L(θ_t) will do.)
 
 Newton's method has the Hessian of L in place of G. It is G + Σᵢ gᵢ ∇²fᵢ, a sum over the logits: G
 leaves out the curvature of the network itself. G has no negative curvature, because H has none:
@@ -15,7 +15,7 @@ for one token H = diag(p) - p pᵀ, where p = softmax(z), and v·Hv is the varia
 
 Neither J nor G is ever formed. JAX gives us functions that multiply by J and by Jᵀ:
     `jax.linearize(f, θ_t)` returns f(θ_t) and the pushforward, δ -> J δ;
-    `jax.linear_transpose(pushforward, θ_t)` returns the pullback, u -> Jᵀ u (θ_t tells it shapes).
+    `jax.linear_transpose(pushforward, θ_t)` returns the pullback, u -> Jᵀ u (θ_t tells the shapes).
 What is pulled back is called a cotangent: u for the logits, h_bar for the layer below them.
 
 An outer step reads one batch, in N inner batches, and takes a step of Muon on L2 for each. The mean
@@ -55,7 +55,7 @@ INNER_OPTIMIZERS = {  # optax transformations; lr: of this inner step, c: the Co
 @traced  # jax.jit takes the floats as inputs; all other fields are constants of the program
 @dataclass(frozen=True)
 class BaseConfig:
-    """What every method with a line search has: sizes, filled in by train.py, and its settings."""
+    """Of every method with a line search: sizes, filled in by train.py; the search's settings."""
 
     network: model.Config  # sizes of the network
     inner_steps: int  # inner batches in a batch, N
@@ -69,7 +69,7 @@ class BaseConfig:
 
     @property
     def fresh_batches(self):
-        """Inner batches of fresh tokens that the line search of an outer step reads."""
+        """How many inner batches of fresh tokens the line search of an outer step reads."""
         if self.line_search and self.line_search_tokens:
             return max(1, round(self.line_search_tokens / self.inner_tokens))
         return self.inner_steps if self.line_search else 0
@@ -96,7 +96,7 @@ class Config(BaseConfig):
     # decay τ of the weight average, per inner step (App. H: 0.9 to 0.999); 0 = no average. Default:
     # 0 with a line search, 0.999 without
     average: float = None
-    # largest norm of the gradient: one for all that Muon updates, one for all else; 0 = no limit
+    # largest norm of the gradient, of what Muon updates and of all else separately; 0 = no limit
     clip: float = 1.0
 
     def __post_init__(self):
@@ -143,7 +143,7 @@ def quadratic(z, v, y, loss=model.cross_entropy):
 
     z: f(θ_t), [c, V]; v: J δ, [c, V]; y: labels, int32 [c]; loss(z, y): a sum over tokens.
     """
-    v = v.astype(z.dtype)  # it may come rounded from a matrix product
+    v = v.astype(z.dtype)  # jvp wants the type of z; a matrix product may give a shorter one
     ell = loss(z, y)
     gradient = jax.grad(partial(loss, y=y))
     g, Hv = jax.jvp(gradient, (z,), (v,))  # ∇ℓ(z), and its change when z changes by v
@@ -176,7 +176,7 @@ def value_and_grad(theta0, delta, tokens, config, objective=quadratic):
 
     # Down: pull h_bar back through the same map. With the head's part, this is Jᵀ u.
     (grad,) = jax.linear_transpose(push, theta0)(h_bar)
-    grad = grad | head_grad  # in place of zeros, as `hidden` does not read the head
+    grad = grad | head_grad  # replaces the head's zeros, as `hidden` does not read the head
     return jax.tree.map(lambda total: total / y.size, (ell, L2, grad))
 
 
@@ -220,7 +220,7 @@ def inner_step(state, tokens, config, value_and_grad=value_and_grad):
 def between(theta0, theta, alpha):
     """θ_t + α (θ - θ_t); exactly θ_t at α = 0, even where θ is not finite."""
     point = jax.tree.map(lambda a, b: a + alpha * (b - a), theta0, theta)
-    return jax.tree.map(partial(jnp.where, alpha == 0), theta0, point)
+    return jax.tree.map(lambda a, p: jnp.where(alpha == 0, a, p), theta0, point)
 
 
 @parallel.jit
@@ -239,7 +239,7 @@ def losses(theta0, theta, alphas, tokens, config):
 
 
 def line_search(theta0, theta, fresh, config):
-    """The α of 2^(-i/2), i < line_search, with the smallest loss on fresh tokens; see `update`.
+    """The α of 2^(-i/2), i < line_search, with the smallest loss on fresh(k) (see `update`).
 
     With the guard it is 0 unless one of them beats θ_t. A loss that is not finite beats nothing.
     """
@@ -249,7 +249,7 @@ def line_search(theta0, theta, fresh, config):
     total = jnp.zeros_like(alphas)
     for k in range(config.fresh_batches):
         batch_losses = losses(theta0, theta, alphas, fresh(k), config)
-        jax.block_until_ready(total)  # else Python would queue all batches on the device at once
+        jax.block_until_ready(total)  # waits for the batch before, else Python queues all at once
         total = total + batch_losses
     total = jnp.where(jnp.isfinite(total), total, jnp.inf)
     return alphas[jnp.argmin(total)]
@@ -261,16 +261,16 @@ def move(state, alpha, config):
 
     The next inner loop starts from θ, not from θ_{t+1} (Section 5.1): the inner optimizer goes on
     from the point that it has come to, with its momentum there. α only decides where the network is
-    linearized next. After a refused step (α = 0) the loop starts from θ_t, without momentum.
+    linearized next. After a refused step (α = 0) the loop starts from θ_t, its optimizer anew.
     """
     params = between(state.params, state.theta, alpha)
-    no_momentum = INNER_OPTIMIZERS[config.inner](0.0, config).init(params)
+    opt_anew = INNER_OPTIMIZERS[config.inner](0.0, config).init(params)
     refused = alpha == 0
     theta = jax.tree.map(partial(jnp.where, refused), params, state.theta)
-    opt = jax.tree.map(partial(jnp.where, refused), no_momentum, state.opt)
+    opt = jax.tree.map(partial(jnp.where, refused), opt_anew, state.opt)
     keep = jnp.where(refused, 1, 1 - config.parameter_weight_decay)
     params = optimizers.scale_matrices(params, keep)
-    theta = optimizers.scale_matrices(theta, keep)  # or the next step would undo the decay
+    theta = optimizers.scale_matrices(theta, keep)  # else the next step, to θ, undoes the decay
     average = state.average
     if config.line_search:  # one outer step counts as its N inner steps
         tau = config.average**config.inner_steps
@@ -285,7 +285,7 @@ def update(state, batches, fresh, config, watch=lambda state: None, value_and_gr
     batches(k), k < inner_steps: inner batches, int32 [B, T+1]; fresh(k), k < fresh_batches: those
     of the line search; watch(state): called after each inner step; value_and_grad: of this file or
     another method. Returns the next State, and metrics: train_loss (ℓ at θ_t) and inner_loss (L2),
-    means in nats per token; lr of the first inner step; with a line search alpha, 0 if refused.
+    means in nats per token; lr of the first inner step; alpha (0: refused), if line_search > 0.
     """
     N = config.inner_steps
     for k in range(int(state.k), N):  # a run that was stopped inside the loop resumes there
