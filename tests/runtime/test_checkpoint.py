@@ -522,16 +522,16 @@ def test_out_of_memory_says_which_flags_lower_it(here, capsys, monkeypatch):
 
 
 def test_killed_at_random_moments_runs_end_the_same(here, monkeypatch):
-    """Three of the twenty kills of `python tests/runtime/kill.py`."""
-    seen = kill.survive(3, ("gn",), seed=1)
-    assert len(seen) == 3 and all(right for *_, right in seen), seen
+    """Two of the twenty kills of `python tests/runtime/kill.py 20`."""
+    seen = kill.survive(2, ("gn",), seed=1)
+    assert len(seen) == 2 and all(right for *_, right in seen), seen
     assert any(hit and "checkpoint.npz" in left for hit, left, _ in seen), seen
 
 
 def test_killed_where_it_counts_runs_end_the_same(here):
-    """At each sixteenth of the places of `kill.py`: before a rename, link, removal or sync."""
-    seen = kill.points(every=16)
-    assert len(seen) >= 3 and all(hit and right for hit, right in seen), seen
+    """At some of the places of `kill.py`: before a rename, link, removal or sync."""
+    seen = kill.points(every=24)
+    assert len(seen) >= 2 and all(hit and right for hit, right in seen), seen
 
 
 def test_a_kill_while_a_run_is_begun_leaves_no_folder_that_is_refused(here):

@@ -19,8 +19,8 @@ from conftest import AS_A_USER, SMALL, TOY, assert_same, everything, many, rando
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
-import baselines
 import data
+import optimizers
 import train
 from runtime import checkpoint, parallel
 
@@ -50,10 +50,8 @@ def stepped(case):
 
 def test_devices_share_muons_matrices():
     """Of 16 matrices each of four devices orthogonalizes four; only the results are gathered."""
-    network, optimizer = (
-        dataclasses.replace(TOY, n_layers=4, d_model=32, d_ff=48),
-        baselines.muon(0.1, 0.9, 0.01, 1.0),
-    )
+    network = dataclasses.replace(TOY, n_layers=4, d_model=32, d_ff=48)
+    optimizer = optimizers.muon(0.1, 0.9, 0.01, 1.0)
     params = random_params(network)
     steps, flops = [], []
     for n in (1, 2, 4):
@@ -85,7 +83,7 @@ def test_every_method_makes_the_same_step_on_any_number_of_devices(float64, monk
             state, metrics = stepped(case)
         assert_close((state, metrics), expected, rtol=1e-7, atol=1e-9)
         cut = [a for a in jax.tree.leaves(state) if a.ndim > 1]
-        assert len(cut) > 30
+        assert len(cut) > 20
         for a in cut:
             (part,) = {shard.data.size for shard in a.addressable_shards}
             assert part == (a.size // 4 if shard else a.size) and len(a.addressable_shards) == n
