@@ -7,7 +7,7 @@ its second-order expansion in the logits. With δ = θ - θ_t, z = f(θ_t), and 
     ∇L2 = Jᵀ(g + H v) = ∇L(θ_t) + G δ,     G = Jᵀ H J                            (Appendix B)
 
 Here L(θ) = ℓ(f(θ)). L2 is smallest where ∇L2 = 0, at δ = -G⁻¹ ∇L(θ_t): the Gauss-Newton update. (G
-has no inverse where a δ changes no probability. L2 is flat there: any G δ = -∇L(θ_t) will do.)
+has no inverse where a δ changes no probability. L2 is flat there: any δ with ∇L2 = 0 will do.)
 
 Newton's method has the Hessian of L in place of G. It is G + Σᵢ gᵢ ∇²fᵢ, a sum over the logits: G
 leaves out the curvature of the network itself. G has no negative curvature, because H has none:
@@ -39,7 +39,7 @@ from optimizers import cosine, progress, rise
 from runtime import parallel
 from runtime.flags import check_choice, check_range, traced
 
-SCHEDULES = {  # factors of lr; run and inner: how far each is, 0 (end of its warm-up) to 1
+SCHEDULES = {  # factor of lr; run, inner: progress of run and inner loop after warm-up, 0 to 1
     "constant+inner cosine": lambda run, inner: cosine(inner),
     "global cosine": lambda run, inner: cosine(run),
     "global+inner cosine": lambda run, inner: cosine(run) * cosine(inner),
@@ -96,7 +96,7 @@ class Config(BaseConfig):
     # decay τ of the weight average, per inner step (App. H: 0.9 to 0.999); 0 = no average. Default:
     # 0 with a line search, 0.999 without
     average: float = None
-    # largest norm of the gradient, of what Muon updates and of all else separately; 0 = no limit
+    # the gradient is clipped to this norm: Muon's part and the rest, each alone; 0 = no limit
     clip: float = 1.0
 
     def __post_init__(self):
@@ -210,7 +210,7 @@ def inner_step(state, tokens, config, value_and_grad=value_and_grad):
     optimizer = INNER_OPTIMIZERS[config.inner](lr, config)
     step, opt = optimizer.update(grad, state.opt, state.theta)
     theta = optax.apply_updates(state.theta, step)
-    average = state.average
+    average = state.average  # may be None, and then stays it
     if not config.line_search:  # otherwise `move` averages
         average = optimizers.update_average(average, theta, config.average)
     state = state._replace(loss=state.loss + ell, inner_loss=state.inner_loss + L2)
@@ -226,7 +226,7 @@ def between(theta0, theta, alpha):
 @parallel.jit
 def losses(theta0, theta, alphas, tokens, config):
     """The loss at θ_t + α (θ - θ_t), for each α of alphas [A]; inf if α > 0 and θ is not finite."""
-    # The loss alone may not show it: these tokens do not read all rows of the embedding.
+    # The loss alone may not show a bad θ: these tokens do not read all rows of the embedding.
     is_finite = [jnp.isfinite(a).all() for a in jax.tree.leaves(theta)]
     all_finite = jnp.array(is_finite).all()
     mean_loss = parallel.mean(partial(config.model.loss, config.network))
@@ -249,7 +249,7 @@ def line_search(theta0, theta, fresh, config):
     total = jnp.zeros_like(alphas)
     for k in range(config.fresh_batches):
         batch_losses = losses(theta0, theta, alphas, fresh(k), config)
-        jax.block_until_ready(total)  # waits for the batch before, else Python queues all at once
+        jax.block_until_ready(total)  # waits for batch k - 1; else Python would queue all of them
         total = total + batch_losses
     total = jnp.where(jnp.isfinite(total), total, jnp.inf)
     return alphas[jnp.argmin(total)]
@@ -270,7 +270,7 @@ def move(state, alpha, config):
     opt = jax.tree.map(partial(jnp.where, refused), opt_anew, state.opt)
     keep = jnp.where(refused, 1, 1 - config.parameter_weight_decay)
     params = optimizers.scale_matrices(params, keep)
-    theta = optimizers.scale_matrices(theta, keep)  # else the next step, to θ, undoes the decay
+    theta = optimizers.scale_matrices(theta, keep)  # θ too: else moving to θ would undo the decay
     average = state.average
     if config.line_search:  # one outer step counts as its N inner steps
         tau = config.average**config.inner_steps
