@@ -1,7 +1,7 @@
 """Gauss-Newton on a network so small that its matrix G can be written down and inverted.
 
-For readers who know gradient descent and a little JAX. `python tutorial.py` takes seconds. It
-prints what the sections below compute, and draws figures/tutorial.png.
+For readers who know gradient descent and a little JAX. `python tutorial.py` takes less than a
+minute. It prints what the sections below compute, and draws figures/tutorial.png.
 
 Near the parameters θ_t, the loss L of a network is close to a quadratic model of the step δ,
 
