@@ -389,10 +389,10 @@ def teach(out):
     print(
         "   to gn.Config as `model`. Its parameters must be a dict, in which only the functions of"
     )
+    print('   the head read "head". Then gn.value_and_grad works. gn.update trains it, too, if')
     print(
-        '   the head read "head". Then gn.value_and_grad works; to train with gn.update, say also'
+        "   `network` has a dtype: Muon takes what is named as in model.MATRICES, AdamW all else."
     )
-    print("   in optimizers.py which of its parameters are matrices, and which of them Muon takes.")
     return one_step, comparison, uphill, errors
 
 
