@@ -25,6 +25,7 @@ import baselines
 import gn
 import model
 from runtime import checkpoint, flags, parallel
+from runtime.command import blaming_input, command
 from train import METHODS
 
 
@@ -324,17 +325,14 @@ def run(config):
         checkpoint.write_file(config.json, lambda f: f.write(text.encode()))
 
 
-def main(argv=None):
-    """Runs the command line. Status 0, or 2 with one line said of bad input."""
-    words = sys.argv[1:] if argv is None else argv
-    try:
+@command
+def main(words):
+    """Runs the command line."""
+    with blaming_input():
         parallel.start()
         fields = flags.fields_of(Config)
-        run(Config(**flags.parse(words, fields, vars(Config()), __doc__)))
-    except ValueError as error:
-        print(f"bench.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+        config = Config(**flags.parse(words, fields, vars(Config()), __doc__))
+        run(config)
 
 
 if __name__ == "__main__":

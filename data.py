@@ -28,6 +28,7 @@ run that is stopped and started again, or spread over several devices, reads the
 `python data.py c4 --tokens 2b` tokenizes a corpus before a run asks for it.
 """
 
+import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,7 @@ from typing import NamedTuple
 import numpy as np
 
 from runtime import flags
+from runtime.command import Stop, blaming_input, command
 from text import token_files
 from text.tokenizer import tokenizer
 
@@ -151,36 +153,24 @@ class Config:
 ABOUT = "Tokenizes a corpus before a run asks for it: python data.py CORPUS --tokens 2b"
 
 
-def main(argv=None):
-    """Runs the command line. Returns its exit status.
-
-    That is 0, or with one line said: 2 for bad input, 1 for a failure of the machine, 130 after
-    Ctrl-C.
-    """
-    words = sys.argv[1:] if argv is None else list(argv)
-    if not words:
-        words = ["--help"]
+@command
+def main(words):
+    """Runs the command line."""
+    words = words or ["--help"]
     corpus = ""
     if not words[0].startswith("-"):
         corpus = words.pop(0)
-    try:
+    with blaming_input():
         fields = flags.fields_of(Config)
         given = flags.parse(words, fields, vars(Config()), ABOUT)
         config = Config(**given)
         tok = tokenizer(config.tokenizer, config.vocab_size)
-        meta = prepare(corpus, tok, 1, config.tokens).meta
-    except ValueError as error:
-        print(f"data.py: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"data.py: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("data.py: stopped; the same command goes on from here", file=sys.stderr)
-        return 130
+        try:
+            meta = prepare(corpus, tok, 1, config.tokens).meta
+        except KeyboardInterrupt:
+            raise Stop(signal.SIGINT) from None
     tokens = f"{meta['train_tokens']:,} tokens to train on, {meta['val_tokens']:,} held out"
     print(f"{meta['documents']:,} documents: {tokens}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from scipy.optimize import isotonic_regression
 import baselines
 import gn
 from runtime import checkpoint, files, flags
+from runtime.command import blaming_input, command
 from train import METHODS
 
 # The looks of the methods, in the order of METHODS. The colours are Okabe and Ito's, which people
@@ -513,19 +514,14 @@ def save(figures, folder):
             print(path)
 
 
-def main(argv=None):
-    """Runs the command line. Exit status: 0; 2 for bad input; 1 if a picture cannot be written."""
-    try:
-        options = parse(argv)
+@command
+def main(words):
+    """Runs the command line."""
+    with blaming_input():
+        options = parse(words)
         table = keep_best(read_runs(options.runs))
-        save(draw(table, options.target), options.out)
-    except ValueError as error:
-        print(f"plot.py: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"plot.py: {error}", file=sys.stderr)
-        return 1
-    return 0
+        figures = draw(table, options.target)
+    save(figures, options.out)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import numpy as np
 
 import model
 from runtime import checkpoint, files, flags
+from runtime.command import blaming_input, command
 from text.tokenizer import tokenizer
 
 LENGTH = 200  # ids at most
@@ -92,26 +93,20 @@ def generate(folder, text, seed=0):
     return tok.decode(ids[1:])
 
 
-def main(argv=None):
-    """Runs the command line. Returns the exit status: 0; 2 for bad input, said in one line."""
+@command
+def main(words):
+    """Runs the command line."""
     parser = flags.Parser(
         usage='sample.py --out RUN "text" [--seed N]', description=__doc__.split("\n")[0]
     )
     parser.add_argument("text", type=flags.utf8, help="what the model continues")
     parser.add_argument("--out", required=True, type=flags.utf8, help="the folder of a run")
     parser.add_argument("--seed", default=0, type=flags.count, help="of what is drawn [default 0]")
-    try:
-        options = parser.parse_args(argv)
+    with blaming_input():
+        options = parser.parse_args(words)
         flags.check_range(options, ["seed"], least=0, below=2**32)
         checkpoint.keep_programs("data/compiled")
         print(generate(options.out, options.text, options.seed))
-    except ValueError as error:
-        print(f"sample.py: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("sample.py: stopped", file=sys.stderr)
-        return 130
-    return 0
 
 
 if __name__ == "__main__":

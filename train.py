@@ -13,7 +13,7 @@ the method. Commas between the values of a flag make a grid: one run for each co
 import math
 import sys
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ import layerwise_gn
 import model
 import optimizers
 from runtime import checkpoint, files, flags, live, parallel, report
+from runtime.command import blaming_input, command
 from text.tokenizer import Tokenizer, tokenizer
 
 
@@ -695,58 +696,20 @@ def execute_all(runs, corpora, signals):
     return any(results)
 
 
-class BadInput(Exception):
-    """What the user gave cannot be run."""
-
-
-@contextmanager
-def blaming_input():
-    """Within it, a ValueError is about what the user gave: it becomes BadInput."""
-    try:
-        yield
-    except ValueError as error:
-        raise BadInput(error) from None
-
-
-def explain(error, signals):
-    """(line for the user, exit status) of what ended the program; None if it is a fault in it."""
-    if isinstance(error, live.Stop):
-        return "stopped; the same command goes on from here", 128 + signals.number
-    if isinstance(error, BadInput):
-        return f"train.py: {error}", 2
-    if isinstance(error, OSError):
-        return f"train.py: {error}", 1
-    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
-        remedy = "lower --inner-batch or --head-chunk, or on several devices give --shard true"
-        return f"train.py: the device is out of memory; {remedy}", 1
-    return None
-
-
-def main(argv=None):
-    """Runs the command line. Returns the exit status, having said the reason in one line.
-
-    0: done; 1: the machine failed, or every run diverged; 2: bad input; 128 + n: signal n came.
-    """
-    words = sys.argv[1:] if argv is None else argv
+@command
+def main(words):
+    """Runs the command line."""
     signals = live.Signals()
-    try:
-        with ExitStack() as stack:
-            with blaming_input():
-                parallel.start()  # before our signal handlers, as it sets one of its own
-                stack.enter_context(signals)
-                checkpoint.keep_programs("data/compiled")
-                runs = configure_all(words)
-                corpora = prepare_all(runs)
-                hold_all(runs, corpora, stack)
-            success = execute_all(runs, corpora, signals)
-        return 0 if success else 1
-    except BaseException as error:
-        explanation = explain(error, signals)
-        if explanation is None:
-            raise
-        line, status = explanation
-        print(line, file=sys.stderr)
-        return status
+    with ExitStack() as stack:
+        with blaming_input():
+            parallel.start()  # before our signal handlers, as it sets one of its own
+            stack.enter_context(signals)
+            checkpoint.keep_programs("data/compiled")
+            runs = configure_all(words)
+            corpora = prepare_all(runs)
+            hold_all(runs, corpora, stack)
+        success = execute_all(runs, corpora, signals)
+    return 0 if success else 1
 
 
 if __name__ == "__main__":

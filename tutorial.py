@@ -30,6 +30,7 @@ from matplotlib.figure import Figure
 import gn
 import model
 from runtime import flags
+from runtime.command import blaming_input, command
 
 DAMPING = 0.03  # λ
 SEED = 97  # of the first parameters, chosen because Newton's method fails there (section 6)
@@ -396,23 +397,19 @@ def teach(out):
     return one_step, comparison, uphill, errors
 
 
-def main(argv=None):
-    """Runs the command line. Status 0; 2 for bad input, 1 where the picture cannot be written."""
+@command
+def main(words):
+    """Runs the command line."""
     parser = flags.Parser(description=__doc__.split("\n")[0])
-    words = "folder of the picture [default figures]"
-    parser.add_argument("--out", type=Path, default="figures", help=words)
+    out_help = "folder of the picture [default figures]"
+    parser.add_argument("--out", type=Path, default="figures", help=out_help)
+    with blaming_input():
+        options = parser.parse_args(words)
     # The programs are small: optimizing them takes longer than it saves.
     jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        options = parser.parse_args(argv)
-        with jax.enable_x64(
-            True
-        ):  # numbers of 64 bits, to see that what is equal is so to 14 digits
-            teach(options.out)
-    except (ValueError, OSError) as error:
-        print(f"tutorial.py: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
-    return 0
+    # Numbers of 64 bits, to see that what is equal is so to 14 digits.
+    with jax.enable_x64(True):
+        teach(options.out)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,7 @@ from contextlib import contextmanager
 import jax
 
 from runtime import parallel
-
-
-class Stop(BaseException):  # an Exception could be swallowed by a library's "except Exception"
-    """A signal asked the program to end."""
+from runtime.command import Stop
 
 
 class Signals:
@@ -45,7 +42,7 @@ class Signals:
         first = self.number == 0
         self.number = number
         if not (first and self.waiting):
-            raise Stop
+            raise Stop(number)
 
     @contextmanager
     def deferred(self):
@@ -98,5 +95,4 @@ def safe_point(signals, saver):
     if (number or due) and saver.newest is not None:
         saver.save(saver.newest)
     if number:
-        signals.number = int(number)
-        raise Stop
+        raise Stop(int(number))

@@ -316,7 +316,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("train.py", "a number of a method that is not in the log", "row = dict.fromkeys(ROW) | metrics", "row = dict.fromkeys(ROW) | {name: metrics.get(name) for name in ROW}"),
     ("train.py", "bfloat16 on a CPU", 'jax.default_backend() == "gpu"', 'jax.default_backend() == "cpu"'),
     ("train.py", "line-search tokens in other units", '["inner_tokens"] = config.inner_batch * network.context', '["inner_tokens"] = config.inner_batch'),
-    ("train.py", "all failures of the device as if of memory", ' and "RESOURCE_EXHAUSTED" in str(error):', ":"),
+    ("runtime/command.py", "all failures of the device as if of memory", ' and "RESOURCE_EXHAUSTED" in str(error):', ":"),
     ("train.py", "a lost warm-up begun anew", "begun = find_warm_up(run, unfinished(run), begun) or begun", "begun = begun"),
     ("train.py", "a warm-up that forgets where it was", "        for step in range(done, steps):", "        for step in range(steps):"),
     ("train.py", "a lost warm-up kept beside the run", '    checkpoint.remove(unfinished(run))\n    return found["params"]', '    return found["params"]'),
@@ -326,7 +326,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("runtime/live.py", "a second Ctrl-C waits like the first", "if not (first and self.waiting):", "if not self.waiting:"),
     ("runtime/live.py", "saved at the ends of outer steps only", "    if (number or due) and saver", "    if number and saver"),
     ("runtime/live.py", "the newest state lost to a signal", "    if (number or due) and saver", "    if due and saver"),
-    ("runtime/live.py", "a signal that passes for a failure", "class Stop(BaseException):", "class Stop(Exception):"),
+    ("runtime/command.py", "a signal that passes for a failure", "class Stop(BaseException):", "class Stop(Exception):"),
     # runtime/checkpoint.py
     ("runtime/checkpoint.py", "rows after the checkpoint kept on resuming", 'if row["step"] <= int(state.t)]', "if True]"),
     ("runtime/checkpoint.py", "checkpoints in half precision", "= parallel.whole(a)\n", '= parallel.whole(a).astype("f2").astype(a.dtype)\n'),

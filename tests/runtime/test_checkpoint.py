@@ -21,7 +21,7 @@ from conftest import AS_A_USER, SEARCH, SMALL, assert_same, everything, rows, ru
 import baselines
 import data
 import train
-from runtime import checkpoint, live
+from runtime import checkpoint, command, live
 from text import token_files
 
 
@@ -276,13 +276,13 @@ def test_a_signal_ends_a_program_at_once_and_a_run_at_its_next_safe_point():
         live.safe_point(signals, saver)
         assert saved == []
         os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(live.Stop):
+        with pytest.raises(command.Stop):
             live.safe_point(signals, saver)
         assert saved == ["a state"] and saver.newest is None
-        with pytest.raises(live.Stop):
+        with pytest.raises(command.Stop):
             live.safe_point(signals, saver)
         assert saved == ["a state"] and signals.number == signal.SIGTERM
-    with live.Signals(), pytest.raises(live.Stop):
+    with live.Signals(), pytest.raises(command.Stop):
         os.kill(os.getpid(), signal.SIGINT)
     assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
 

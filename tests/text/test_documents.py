@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sample_text import documents_of
 
-from runtime import live
+from runtime import command
 from text import documents
 
 SAMPLE = Path(__file__).resolve().parents[3] / "shared" / "corpus" / "c4-sample"
@@ -229,12 +229,12 @@ def test_c4_gives_up_in_the_end(monkeypatch, pauses):
     assert pauses == list(documents.PAUSES)
 
 
-@pytest.mark.parametrize("error", [live.Stop, TypeError])
+@pytest.mark.parametrize("error", [command.Stop(2), TypeError()])
 def test_neither_a_signal_nor_a_mistake_is_a_failure_of_the_network(pauses, error):
     def read():
         raise error
         yield
 
-    with pytest.raises(error):
+    with pytest.raises(type(error)):
         list(documents.patient(read))
     assert pauses == []

@@ -1,0 +1,117 @@
+"""How a command begins and ends: with streams that work, and with a status.
+
+    0          it is done
+    1          the machine failed, or every run diverged
+    2          bad input: a flag, a file or a variable of the shell makes no sense
+    128 + n    signal n ended it: 130 is Ctrl-C, 141 that nobody reads the output any more
+
+If the status is not 0, one line says why. A fault of the program itself is not hidden: Python shows
+where it is.
+"""
+
+import os
+import signal
+import sys
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+
+import jax
+
+
+class BadInput(Exception):
+    """What the user gave makes no sense."""
+
+
+class Stop(BaseException):  # an Exception could be swallowed by a library's "except Exception"
+    """A signal asked the program to end."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number  # of the signal
+
+
+def command(main):
+    """A decorator of main(words): it returns the exit status, and ends errors in one line.
+
+    words: those of the command line. Without an argument, the function takes them from sys.argv.
+    main returns the status, or None for 0.
+    """
+    name = Path(main.__code__.co_filename).name
+
+    @wraps(main)
+    def run(argv=None):
+        words = sys.argv[1:] if argv is None else list(argv)
+        try:
+            open_streams()
+            status = main(words) or 0
+            sys.stdout.flush()
+            return status
+        except BaseException as error:
+            status, reason = explain(error)
+            if status is None:
+                raise
+            if reason:
+                print(f"{name}: {reason}", file=sys.stderr)
+            else:
+                discard_output()
+            return status
+
+    return run
+
+
+@contextmanager
+def blaming_input():
+    """Within it, a ValueError is about what the user gave: it becomes BadInput."""
+    try:
+        yield
+    except ValueError as error:
+        raise BadInput(error) from None
+
+
+def explain(error):
+    """The exit status of what ended a command, and the reason; None, None if it is a fault in it.
+
+    The reason is empty where there is nobody to read it.
+    """
+    if isinstance(error, BadInput):
+        return 2, error
+    if isinstance(error, Stop):
+        return 128 + error.number, "stopped; the same command goes on from here"
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT, "stopped"
+    if isinstance(error, BrokenPipeError):
+        return 128 + signal.SIGPIPE, ""
+    if isinstance(error, OSError):
+        return 1, error
+    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+        remedy = "lower --inner-batch or --head-chunk, or on several devices give --shard true"
+        return 1, f"the device is out of memory; {remedy}"
+    return None, None
+
+
+def open_streams():
+    """Makes the three standard streams usable, whatever the shell has made of them.
+
+    Where one was closed, the next file that is opened would get its number, and what a library
+    writes to standard error would go into that file. What would go there is written to standard
+    output. A character that the stream's encoding lacks is written as its number, \\u03b1.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # it gets the lowest number that is free
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  until the process ends
+    if sys.stderr is None:
+        sys.stderr = sys.stdout
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a notebook's or a test's stream has no encoding
+            stream.reconfigure(errors="backslashreplace")
+
+
+def discard_output():
+    """Sends what is still to be written nowhere, or Python would complain as it ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
