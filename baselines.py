@@ -40,6 +40,7 @@ class Config:
     lr: float = 0.003
     schedule: str = "cosine"  # cosine | constant, over the run (App. H; constant with --average)
     warmup: float = 0.0  # fraction of the run in which lr rises linearly (Appendix H: 0 or 0.1)
+    warmup_steps: int = 0  # the same as a number of updates, in place of --warmup; 0 = as that says
     weight_decay: float = 0.0  # decay of every matrix, times lr, per update (App. H: 0 to 0.1)
     # decay τ of the weight average, per update, evaluated in place of θ (Appendix H: 0.3 to 0.99)
     average: float = 0.0
@@ -53,6 +54,7 @@ class Config:
         check_range(self, ["lr"], above=0)
         check_range(self, ["weight_decay", "clip"], least=0)
         check_range(self, ["warmup", "average", "b1", "b2", "momentum"], least=0, below=1)
+        check_range(self, ["warmup_steps"], least=0, below=2**31)
         check_range(self, ["frequency", "largest"], least=1, below=2**31)
 
 
@@ -159,9 +161,11 @@ def accumulate(state, tokens, config):
 
 def learning_rate(t, config):
     """Learning rate of optimizer step t: a linear rise, then as the schedule says."""
-    run = progress(t / config.outer_steps, config.warmup)
+    steps = config.warmup_steps or config.warmup * config.outer_steps
+    start = jnp.minimum(steps / config.outer_steps, 0.999)  # of the fall, which may never come
+    run = progress(t / config.outer_steps, start)
     fall = SCHEDULES[config.schedule](run)
-    return config.lr * rise(t, config.warmup * config.outer_steps) * fall
+    return config.lr * rise(t, steps) * fall
 
 
 @parallel.jit

@@ -331,7 +331,7 @@ def main(words):
     with blaming_input():
         parallel.start()
         fields = flags.fields_of(Config)
-        config = Config(**flags.parse(words, fields, vars(Config()), __doc__))
+        config = Config(**flags.parse(words, {"bench.py": fields}, vars(Config()), __doc__))
         run(config)
 
 

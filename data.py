@@ -162,7 +162,7 @@ def main(words):
         corpus = words.pop(0)
     with blaming_input():
         fields = flags.fields_of(Config)
-        given = flags.parse(words, fields, vars(Config()), ABOUT)
+        given = flags.parse(words, {"data.py": fields}, vars(Config()), ABOUT)
         config = Config(**given)
         tok = tokenizer(config.tokenizer, config.vocab_size)
         try:

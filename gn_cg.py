@@ -29,6 +29,11 @@ class Config(gn.BaseConfig):
     damping: float = 0.1  # λ in (G + λI) δ = -g
     cg_steps: int = 100  # conjugate gradient steps at most, each a product with G on the batch
 
+    @property
+    def passes(self):
+        """How often a solve reads its batch, at most: for g, for each product and for the value."""
+        return self.cg_steps + 2
+
     def check(self):
         super().check()
         check_range(self, ["damping"], least=0)
@@ -65,40 +70,68 @@ def curvature(z, v, y, loss=model.cross_entropy):
     return zero, jnp.vdot(v, Hv) / 2, Hv
 
 
-@partial(parallel.jit, static_argnames="value_and_grad")
-def solve(state, batch, config, value_and_grad=gn.value_and_grad):
-    """The State with θ = θ_t - (G + λI)⁻¹ g; batch: N inner batches, int32 [N, B, T+1]."""
+def solve(state, batches, config, value_and_grad=gn.value_and_grad):
+    """The State with θ = θ_t - (G + λI)⁻¹ g; batches: k -> inner batch k of N, int32 [B, T+1]."""
     theta0 = state.params
-    zero = jax.tree.map(jnp.zeros_like, theta0)
 
     def mean(objective, delta):
         """loss, value and gradient of an objective at θ_t + δ, means over the batch."""
-        of_inner_batch = parallel.mean(partial(value_and_grad, config=config, objective=objective))
-
-        def add(total, tokens):
-            result = of_inner_batch(theta0, delta, tokens)
-            return jax.tree.map(jnp.add, total, result), None
-
-        no_loss = jnp.zeros_like(state.loss)
-        start = (no_loss, no_loss, zero)
-        total, _ = jax.lax.scan(add, start, batch)
-        return jax.tree.map(lambda a: a / len(batch), total)
+        total = None
+        for k in range(config.inner_steps):
+            result = measure(theta0, delta, batches(k), config, objective, value_and_grad)
+            total = result if total is None else optax.tree.add(total, result)
+            jax.block_until_ready(total)  # so that a signal is heard at every inner batch
+        return optax.tree.scale(1 / config.inner_steps, total)
 
     def damped_product(delta):
         """(G + λI) δ."""
         _, _, G_delta = mean(curvature, delta)
-        return jax.tree.map(lambda a, d: a + config.damping * d, G_delta, delta)
+        return optax.tree.add_scale(G_delta, config.damping, delta)
 
+    zero = optax.tree.zeros_like(theta0)
     loss, _, g = mean(gn.quadratic, zero)
-    minus_g = jax.tree.map(jnp.negative, g)
-    delta, _ = jax.scipy.sparse.linalg.cg(
-        damped_product, minus_g, tol=1e-10, maxiter=config.cg_steps
-    )
+    minus_g = optax.tree.scale(-1, g)
+    delta = conjugate_gradients(damped_product, minus_g, config.cg_steps)
     _, inner_loss, _ = mean(gn.quadratic, delta)
     inner_loss += config.damping / 2 * optax.tree.norm(delta, squared=True)
-    theta = jax.tree.map(jnp.add, theta0, delta)
-    k = state.k + len(batch)
+    theta = optax.tree.add(theta0, delta)
+    k = state.k + config.inner_steps
     return state._replace(theta=theta, k=k, loss=loss, inner_loss=inner_loss)
+
+
+@partial(parallel.jit, static_argnames=("objective", "value_and_grad"))
+def measure(theta0, delta, tokens, config, objective, value_and_grad):
+    """loss, value and gradient of an objective at θ_t + δ, means over tokens, int32 [B, T+1]."""
+    f = partial(value_and_grad, config=config, objective=objective)
+    return parallel.mean(f)(theta0, delta, tokens)
+
+
+def conjugate_gradients(product, b, steps):
+    """x with A x = b, nearly: after so many steps, or when |A x - b| is below 1e-10 |b|.
+
+    product: x -> A x, where A is symmetric and positive definite (Hestenes and Stiefel, 1952). Each
+    step goes to the minimum of ½ x·Ax - b·x along a direction p, the part of the downhill direction
+    r = b - A x that no earlier step has used up.
+    """
+    x = optax.tree.zeros_like(b)
+    r = p = b
+    enough = 1e-20 * optax.tree.vdot(b, b)
+    for _ in range(steps):
+        if optax.tree.vdot(r, r) <= enough:
+            break
+        x, r, p = conjugate_step(x, r, p, product(p))
+    return x
+
+
+@parallel.jit
+def conjugate_step(x, r, p, Ap):
+    """x, r and p after a step of conjugate gradients."""
+    before = optax.tree.vdot(r, r)
+    length = before / optax.tree.vdot(p, Ap)
+    x = optax.tree.add_scale(x, length, p)
+    r = optax.tree.add_scale(r, -length, Ap)
+    p = optax.tree.add_scale(r, optax.tree.vdot(r, r) / before, p)
+    return x, r, p
 
 
 def update(state, batches, fresh, config, watch=lambda state: None):
@@ -107,8 +140,7 @@ def update(state, batches, fresh, config, watch=lambda state: None):
     Arguments and metrics as gn.update's, without lr. The next step starts from θ_{t+1}.
     """
     if state.k == 0:
-        batch = jnp.stack([batches(k) for k in range(config.inner_steps)])
-        state = solve(state, batch, config)
+        state = solve(state, batches, config)
         watch(state)
 
     metrics = {"train_loss": state.loss, "inner_loss": state.inner_loss}

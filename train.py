@@ -32,7 +32,8 @@ import layerwise_gn
 import model
 import optimizers
 from runtime import checkpoint, files, flags, live, parallel, report
-from runtime.command import blaming_input, command
+from runtime.command import BadInput, blaming_input, command
+from runtime.progress import Progress
 from text.tokenizer import Tokenizer, tokenizer
 
 
@@ -100,6 +101,17 @@ class Config:
         flags.check_range(self, ("seed",), least=0, below=2**32)
 
 
+# What people mean who forget a flag, or who know other programs.
+MEANT = {
+    **{name: f"--method {name}" for name in METHODS},
+    **{name: f"--model {name}" for name in model.PRESETS},
+    **{name: f"--data {name}" for name in ("c4", "stdlib")},
+    "--learning-rate": "--lr",
+    "--optimizer": "--method",
+    "--epochs": "--tokens",
+    "--iters": "--steps",
+}
+
 # The fields of a method's Config that are no flags: `configure` fills them in.
 DERIVED = ("model", "network", "inner_steps", "outer_steps", "inner_tokens")
 
@@ -121,20 +133,34 @@ DEFAULTS = {  # of flags, for each model
     "45m": PAPER | {"inner_batch": 32},
     "150m": PAPER | {"inner_batch": 128},
 }
-TUNED = {  # of flags, for each model and method: the best of the grids in docs/tuning.md
+# Of flags, for each model and method: the best of the grids in docs/tuning.md. Warm-ups are numbers
+# of steps: as fractions of a short run, they would let the learning rate rise too fast.
+TUNED = {
     "tiny": {
         "gn": {"lr": 0.02, "schedule": "global cosine"},
         "gn_prox": {"lr": 0.015, "average": 0.99},
         "layerwise_gn": {"lr": 0.03, "schedule": "global cosine"},
-        "adamw": {"lr": 0.015, "schedule": "constant", "warmup": 0.5, "b2": 0.99, "average": 0.3},
+        "adamw": {
+            "lr": 0.015,
+            "schedule": "constant",
+            "warmup_steps": 10,
+            "b2": 0.99,
+            "average": 0.3,
+        },
         "muon": {
             "lr": 0.06,
             "schedule": "constant",
-            "warmup": 0.3,
+            "warmup_steps": 6,
             "momentum": 0.9,
             "average": 0.4,
         },
-        "soap": {"lr": 0.03, "schedule": "constant", "warmup": 0.5, "b2": 0.7, "average": 0.3},
+        "soap": {
+            "lr": 0.03,
+            "schedule": "constant",
+            "warmup_steps": 10,
+            "b2": 0.7,
+            "average": 0.3,
+        },
     },
 }
 
@@ -144,12 +170,14 @@ class Run(NamedTuple):
 
     config: Config  # sizes filled in
     method: Any  # the module of the method
+    title: str  # of the method
     settings: Any  # the Config of the method
     network: model.Config
     mesh: jax.sharding.Mesh  # the devices
     tokenizer: Tokenizer
     parameters: int  # how many the network has
     values: dict  # {flag: value}, as they came out
+    given: dict  # {flag: value} of those on the command line, but for the folder
 
     @property
     def inner_tokens(self):
@@ -167,6 +195,12 @@ class Run(NamedTuple):
         return self.settings.inner_steps + self.settings.fresh_batches
 
     @property
+    def step_work(self):
+        """The same, where each counts as often as it is read."""
+        passes = getattr(self.settings, "passes", 1)
+        return passes * self.settings.inner_steps + self.settings.fresh_batches
+
+    @property
     def batches(self):
         """Inner batches that the whole run reads."""
         return self.warmup_batches + self.config.steps * self.step_batches
@@ -181,19 +215,36 @@ class Run(NamedTuple):
 # ---- the command line ----------------------------------------------------------------------------
 
 
-def fields_of_all(method):
-    """{name: Flag} of every flag that is valid with a method."""
-    fields = flags.fields_of(Config)
+def groups_of_all(method):
+    """{title: {name: Flag}} of every flag that is valid with a method."""
+    of_run = flags.fields_of(Config)
     for name, valid in (("method", METHODS), ("model", model.PRESETS)):
         choices = " | ".join(valid)
-        fields[name] = fields[name]._replace(help=f"{choices}: {fields[name].help}")
-    fields |= flags.fields_of(METHODS[method].Config, DERIVED)
-    fields |= flags.fields_of(model.Config)
+        of_run[name] = of_run[name]._replace(help=f"{choices}: {of_run[name].help}")
+    of_method = flags.fields_of(METHODS[method].Config, DERIVED)
+    return {"a run": of_run, method: of_method, "the network": flags.fields_of(model.Config)}
+
+
+def fields_of_all(method):
+    """The same without titles, {name: Flag}."""
+    fields = {}
+    for group in groups_of_all(method).values():
+        fields |= group
     return fields
 
 
+def fields_of_others(method):
+    """{title: {name: Flag}} of the flags that are valid with other methods only."""
+    found = {}
+    valid = fields_of_all(method)
+    for name, other in METHODS.items():
+        fields = flags.fields_of(other.Config, DERIVED)
+        found[name] = {flag: field for flag, field in fields.items() if flag not in valid}
+    return found
+
+
 def parse(argv):
-    """The command line as {flag: value}, defaults filled in. Raises ValueError if it is bad."""
+    """{flag: value} of all flags, and of those that the command line has. Raises ValueError."""
     method = flags.peek(argv, "method", Config.method, METHODS)
     preset = flags.peek(argv, "model", Config.model, model.PRESETS)
     fields = fields_of_all(method)
@@ -213,14 +264,19 @@ def parse(argv):
     on_gpu = jax.default_backend() == "gpu"
     values["dtype"] = "bfloat16" if on_gpu else "float32"
 
-    given = flags.parse(argv, fields, values, __doc__)
+    groups, others = groups_of_all(method), fields_of_others(method)
+    shown = f"The defaults are those of --method {method} --model {preset}."
+    about = f"{__doc__ or ''}\n{shown}"
+    given = flags.parse(argv, groups, values, about, others, MEANT)
     if "tokens" in given:
         values["steps"] = None  # as many as read these tokens
     if "schedule" in given or "line_search" in given:
         # The tuned warm-up and average belong to the tuned schedule and line search.
-        for name in {"warmup", "average"} & tuned.keys():
+        for name in {"warmup_steps", "average"} & tuned.keys():
             values[name] = fields[name].default
-    return values | given
+    if "warmup" in given and "warmup_steps" in values:
+        values["warmup_steps"] = 0
+    return values | given, given
 
 
 def configure(argv, home=None):
@@ -228,7 +284,7 @@ def configure(argv, home=None):
 
     home: a folder; if it is given, the run's folder is in it and has a name made of the flags.
     """
-    values = parse(argv)
+    values, given = parse(argv)
     config = Config(**pick(values, Config))
     config.check()
 
@@ -253,12 +309,14 @@ def configure(argv, home=None):
     run = Run(
         config=replace(config, out=folder),
         method=method.module,
+        title=method.title,
         settings=settings,
         network=network,
         mesh=parallel.mesh(config.inner_batch, config.shard),
         tokenizer=ids,
         parameters=parameters,
         values=values,
+        given={name: value for name, value in given.items() if name != "out"},
     )
     if run.batches >= 2**31:
         required = "they must be below 2^31: raise --inner-batch"
@@ -321,7 +379,7 @@ class Session(NamedTuple):
     run: Run
     corpus: data.Corpus
     ahead: data.Ahead  # index -> inner batch on the devices; the next one is read meanwhile
-    progress: report.Progress
+    progress: Progress
     signals: live.Signals
     saver: live.Saver
 
@@ -329,12 +387,15 @@ class Session(NamedTuple):
         """Saves if it is time to. Raises Stop if a signal came."""
         live.safe_point(self.signals, self.saver)
 
-    def batches(self, first):
-        """The function k -> inner batch number first + k of the run, int32 [B, T+1]."""
+    def batches(self, first, stage):
+        """The function k -> inner batch number first + k of the run, int32 [B, T+1].
+
+        stage: a word for what reads them.
+        """
 
         def batch(k):
             self.safe_point()
-            self.progress.advance()
+            self.progress.advance(stage)
             return self.ahead(first + k)
 
         return batch
@@ -351,7 +412,7 @@ def open_session(run, corpus, signals):
         run=run,
         corpus=corpus,
         ahead=data.Ahead(read, run.batches),
-        progress=report.Progress(run.inner_tokens),
+        progress=Progress(run.inner_tokens),
         signals=signals,
         saver=live.Saver(partial(checkpoint.save_state, run.config.out), run.config.save_every),
     )
@@ -442,7 +503,7 @@ def make_warm_up(session, params, key):
     done = int(state.t)
     with session.progress.bar("warm-up", steps, done):
         for step in range(done, steps):
-            batches = session.batches(step)
+            batches = session.batches(step, "gradients")
             state, metrics = baselines.update(state, batches, None, settings, session.saver.watch)
     end = {"params": state.params, "loss": metrics["train_loss"]}
     if not all(jnp.isfinite(a).all() for a in jax.tree.leaves(end)):
@@ -472,6 +533,7 @@ def evaluate(session, params):
     total = 0.0
     for first in range(0, windows, size):
         session.safe_point()
+        session.progress.show("evaluation")
         numbers = range(first, min(first + size, windows))
         rows = data.sequences(text, context, 0, numbers)
         tokens = parallel.put(run.mesh, rows, parallel.rows)
@@ -536,7 +598,8 @@ def train(session, state, rows):
     print(report.header(), *map(report.table_row, rows), sep="\n")
 
     t0 = int(state.t)
-    total, done = config.steps * run.step_batches, t0 * run.step_batches
+    total = config.steps * run.step_work
+    done = t0 * run.step_work + int(state.k)
     with session.progress.bar(config.method, total, done):
         for t in range(t0, config.steps + 1):
             last = t == config.steps
@@ -547,7 +610,12 @@ def train(session, state, rows):
                 metrics = {}
             if last or reached(config.target_loss, rows):
                 break
+            start = time.perf_counter()
             state, metrics = outer_step(session, state, t, metrics)
+            if t == t0 + 1:  # the first step compiled its programs
+                seconds_left = (time.perf_counter() - start) * (config.steps - t - 1)
+                if seconds_left > 10:
+                    session.progress.write(report.time_left(seconds_left))
     return rows
 
 
@@ -586,9 +654,9 @@ def outer_step(session, state, t, before):
     run = session.run
     start = time.perf_counter()
     first = run.warmup_batches + t * run.step_batches
-    batches = session.batches(first)
-    fresh = session.batches(first + run.settings.inner_steps)
-    with session.progress.bar(f"step {t + 1}", run.step_batches):
+    batches = session.batches(first, "inner batches")
+    fresh = session.batches(first + run.settings.inner_steps, "line search")
+    with session.progress.bar(f"step {t + 1}", run.step_work, int(state.k)):
         state, metrics = run.method.update(state, batches, fresh, run.settings, session.saver.watch)
         jax.block_until_ready(state)
     seconds = time.perf_counter() - start
@@ -652,11 +720,10 @@ def prepare_all(runs):
     return parallel.first(prepare, "data")
 
 
-def hold_all(runs, corpora, stack):
-    """Holds the folders of the runs until the stack closes. Raises ValueError if one is in use."""
-    for run, corpus in zip(runs, corpora, strict=True):
-        stack.enter_context(checkpoint.alone(run.config.out))
-        check_folder(run, corpus)  # again: no other process can change it any more
+def hold(run, corpus, stack):
+    """Holds the folder of a run until the stack closes. Raises ValueError if it is in use."""
+    stack.enter_context(checkpoint.alone(run.config.out))
+    check_folder(run, corpus)  # again: no other process can change it any more
 
 
 def execute(run, corpus, signals):
@@ -671,29 +738,42 @@ def execute(run, corpus, signals):
     parallel.wait()  # or another process would find the folder half made
     checkpoint.open_folder(run.config.out, identity(run, corpus))
     windows = data.windows(corpus.train, run.network.context)
-    report.opening(run, corpus.meta["train_tokens"], windows)
+    report.opening(run, corpus.meta, windows, state)
     with jax.set_mesh(run.mesh), signals.deferred():
         rows = train(open_session(run, corpus, signals), state, rows)
     report.summary(run, rows)
     return rows
 
 
-def execute_all(runs, corpora, signals):
-    """The runs one after another, and their table. Returns whether any of them did not diverge."""
-    results = []
-    for number, (run, corpus) in enumerate(zip(runs, corpora, strict=True), 1):
-        if len(runs) > 1:
-            print(f"\n---- run {number} of {len(runs)}: {run.config.out}")
-            # A process on a CPU can map only so many compiled programs.
-            jax.clear_caches()
+def execute_one(run, corpus, signals):
+    """Executes a run. Returns the rows of its log, or a word that says why it has none."""
+    with ExitStack() as stack:
+        with blaming_input():
+            hold(run, corpus, stack)
         try:
-            results.append(execute(run, corpus, signals))
+            return execute(run, corpus, signals)
         except FloatingPointError as error:
             print(f"train.py: {error}", file=sys.stderr)
-            results.append(None)
-    if len(runs) > 1:
-        report.grid(runs, results)
-    return any(results)
+            return "diverged"
+
+
+def execute_all(runs, corpora, signals):
+    """The runs of a grid one after another, and their table. Returns what execute_one does.
+
+    A run whose folder is in use is left to the process that works there.
+    """
+    results = []
+    for number, (run, corpus) in enumerate(zip(runs, corpora, strict=True), 1):
+        print(f"\n---- run {number} of {len(runs)}: {run.config.out}")
+        # A process on a CPU can map only so many compiled programs.
+        jax.clear_caches()
+        try:
+            results.append(execute_one(run, corpus, signals))
+        except BadInput as error:
+            print(f"train.py: {error}", file=sys.stderr)
+            results.append("in use")
+    report.grid(runs, results)
+    return results
 
 
 @command
@@ -707,9 +787,15 @@ def main(words):
             checkpoint.keep_programs("data/compiled")
             runs = configure_all(words)
             corpora = prepare_all(runs)
-            hold_all(runs, corpora, stack)
-        success = execute_all(runs, corpora, signals)
-    return 0 if success else 1
+        if len(runs) > 1:
+            results = execute_all(runs, corpora, signals)
+        else:
+            results = [execute_one(runs[0], corpora[0], signals)]
+            folder = runs[0].config.out
+            if results != ["diverged"]:
+                report.next_commands(folder, folder)
+    has_run = any(isinstance(result, list) for result in results)
+    return 0 if has_run else 1
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import jax
 
+CLEAR_LINE = "\r\033[K"  # for a terminal, on which Ctrl-C has left ^C
+
 
 class BadInput(Exception):
     """What the user gave makes no sense."""
@@ -52,6 +54,8 @@ def command(main):
             if status is None:
                 raise
             if reason:
+                if sys.stderr.isatty():
+                    print(CLEAR_LINE, end="", file=sys.stderr)
                 print(f"{name}: {reason}", file=sys.stderr)
             else:
                 discard_output()
@@ -95,7 +99,8 @@ def open_streams():
 
     Where one was closed, the next file that is opened would get its number, and what a library
     writes to standard error would go into that file. What would go there is written to standard
-    output. A character that the stream's encoding lacks is written as its number, \\u03b1.
+    output. A character that the stream's encoding lacks is written as its number, \\u03b1. A line
+    is written when it ends, so that it is seen at once through a pipe, too.
     """
     for number in range(3):
         try:
@@ -108,7 +113,7 @@ def open_streams():
         sys.stderr = sys.stdout
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a notebook's or a test's stream has no encoding
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors="backslashreplace", line_buffering=True)
 
 
 def discard_output():

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import difflib
 import inspect
 import itertools
 import math
@@ -147,9 +148,28 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options):
         super().__init__(prog=Path(sys.argv[0]).name, allow_abbrev=False, **options)
+        self.flags = []  # those of add_groups, such as --inner-batch
 
     def error(self, message):
         raise ValueError(message.encode("unicode_escape").decode())
+
+    def add_groups(self, groups, defaults):
+        """Adds flags. groups: {title: {name: Flag}}; a flag that is there already is left out."""
+        for title, fields in groups.items():
+            group = self.add_argument_group(f"flags of {title}")
+            for name, flag in fields.items():
+                if flag_of(name) not in self.flags:
+                    self.flags.append(flag_of(name))
+                    default = defaults.get(name, flag.default)
+                    self.add_flag(group, name, flag, default)
+
+    def add_flag(self, group, name, flag, default):
+        """Adds a flag to a group of the help."""
+        text = flag.help
+        if default is not None:
+            text += f" [default {default}]"
+        metavar = flag.kind.__name__
+        group.add_argument(flag_of(name), metavar=metavar, help=text.replace("%", "%%"))
 
     def given(self, argv):
         """{name: text} of the flags that argv has, and the list of words that are no flag."""
@@ -209,34 +229,53 @@ def peek(argv, name, default, valid=()):
     return value
 
 
-def parse(argv, fields, defaults, about):
+def parse(argv, fields, defaults, about, others=None, meant=None):
     """{name: value} of the flags that argv has.
 
-    fields: as from `fields_of`; defaults: {name: value}, shown in the help; about: its first text.
-    Raises ValueError, in one line that says what is valid, for an unknown flag or a value of the
-    wrong kind.
+    fields: {title of a group: {name: Flag}}, as the help lists them. defaults: {name: value}, shown
+    in the help. about: its first text. others: fields that are not valid now, but would be with the
+    method that their title names. meant: {word: what people mean by it}, of words that are no flag.
+    Raises ValueError, in one line that says what is valid, for a flag that is unknown or not valid
+    now, and for a value of the wrong kind.
     """
-    parser = Parser(description=about)
-    for name, flag in fields.items():
-        text = flag.help
-        if defaults[name] is not None:
-            text += f" [default {defaults[name]}]"
-        metavar = flag.kind.__name__
-        parser.add_argument(flag_of(name), metavar=metavar, help=text.replace("%", "%%"))
+    form = argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=about, formatter_class=form, usage="%(prog)s [--FLAG VALUE ..]")
+    parser.add_groups(fields, defaults)
+    others = others or {}
+    parser.add_groups(others, {})
 
     texts, unknown = parser.given(argv)
     if unknown:
-        valid = ", ".join(map(flag_of, fields))
-        raise ValueError(f"unknown flag {unknown[0]!r}; valid with this method: {valid}")
+        raise ValueError(explain_unknown(unknown[0], parser.flags, meant or {}))
+    valid = {}
+    for group in fields.values():
+        valid |= group
+    for name in texts:
+        if name not in valid:
+            owners = [title for title, group in others.items() if name in group]
+            raise ValueError(f"{flag_of(name)} is valid only with --method {' | '.join(owners)}")
 
     values = {}
     for name, text in texts.items():
-        convert, required = KINDS[fields[name].kind]
+        convert, required = KINDS[valid[name].kind]
         try:
             values[name] = convert(text)
         except (ValueError, KeyError):
             raise ValueError(f"{flag_of(name)} is {text!r}; it must be {required}") from None
     return values
+
+
+def explain_unknown(word, known, meant):
+    """What to say of a word of the command line that is no flag."""
+    word = word.partition("=")[0]
+    similar = difflib.get_close_matches(word, known, n=1)
+    if word in meant:
+        guess = f"did you mean {meant[word]}? "
+    elif word.startswith("-") and similar:
+        guess = f"did you mean {similar[0]}? "
+    else:
+        guess = ""
+    return f"unknown flag {word!r}; {guess}--help lists every flag"
 
 
 # ---- settings as arguments of compiled functions ----

@@ -1,9 +1,10 @@
 """What a run prints: what it will do, a row per evaluation, how it ended; a grid's table."""
 
-from contextlib import contextmanager
+import shutil
+import sys
+from pathlib import Path
 
 import jax
-from tqdm import tqdm
 
 COLUMNS = {  # of the table: a log row's number, the width of its column, its format
     "step": (5, "d"),
@@ -15,6 +16,9 @@ COLUMNS = {  # of the table: a log row's number, the width of its column, its fo
     "alpha": (6, ".3f"),
     "seconds": (8, ".1f"),
 }
+
+
+FIRST = ("method", "model")  # flags that the first line of a run tells
 
 
 def header():
@@ -32,77 +36,95 @@ def table_row(row):
     return " ".join(cells)
 
 
-def opening(run, train_tokens, windows):
-    """Prints what is about to run. train_tokens, windows: how many the training text has."""
-    config, context = run.config, run.network.context
-    print(" ".join(f"{name}={value}" for name, value in run.values.items()))
+# ---- before and after a run ----------------------------------------------------------------------
 
-    device = f"{run.mesh.size} x {jax.devices()[0].device_kind}"
+
+def opening(run, meta, windows, state):
+    """Prints what a run is about to do.
+
+    meta: the counts of its text; windows: how many of them training has. state: where an earlier
+    command has stopped, None if there was none.
+    """
+    config, context = run.config, run.network.context
+    print(f"{run.title} on {config.model}: {run.parameters:,} parameters, {describe_devices(run)}")
+    text = f"{describe_side(meta, 'train')} to train on, {describe_side(meta, 'val')} held out"
+    print(f"text {config.data}: {text}")
+
+    inner = f"{run.settings.inner_steps} inner batches of {config.inner_batch} x {context}"
+    print(f"{config.steps} outer steps of {config.batch:,} tokens: {inner} (sequences, positions)")
+    asked = run.given.get("batch", config.batch)
+    if asked != config.batch:
+        whole = f"as a batch is cut into whole inner batches, of {run.inner_tokens:,} tokens each"
+        print(f"--batch {asked:,} became {config.batch:,}, {whole}")
+    steps = f"{run.warmup_batches * run.inner_tokens:,} tokens, {run.warmup_batches} steps of AdamW"
+    print(f"warm-up: {steps}, made once for all runs with this model, text and seed")
+
+    line_search = config.steps * run.settings.fresh_batches * run.inner_tokens
+    whole_run = (
+        f"{run.batches * run.inner_tokens:,} tokens, {line_search:,} of them for line search"
+    )
+    times = run.batches * config.inner_batch / windows
+    share = f"{times:.1f} times the text" if times > 1 else f"{times:.2%} of the text"
+    print(f"it will read {whole_run}: {share}")
+    given = [flag_and_value(*item) for item in run.given.items() if item[0] not in FIRST]
+    if given:
+        print("other than the defaults:", *given)
+    print(f"{config.out}: {describe_state(state, config.steps)}")
+
+
+def describe_devices(run):
+    """The type of numbers and the devices, and how many of these are idle."""
+    devices = f"{run.network.dtype} on {run.mesh.size} x {jax.devices()[0].device_kind}"
     idle = jax.device_count() - run.mesh.size
     if idle:
-        reason = f"they do not divide an inner batch of {config.inner_batch} sequences"
-        device += f" ({idle} idle: {reason})"
-    corpus = f"{train_tokens:,} training tokens in {config.data}"
-    print(f"{run.parameters:,} parameters on {device}; {corpus}")
-
-    shape = f"{run.settings.inner_steps} x {config.inner_batch} x {context}"
-    units = "inner batches, sequences, positions"
-    print(f"{config.steps} outer steps of {config.batch:,} tokens: {shape} ({units})")
-
-    epochs = run.batches * config.inner_batch / windows
-    if epochs > 1:
-        read = run.batches * run.inner_tokens
-        print(f"the run reads {read:,} tokens: the corpus {epochs:.1f} times")
+        reason = f"they do not divide an inner batch of {run.config.inner_batch} sequences"
+        devices += f" ({idle} idle: {reason})"
+    return devices
 
 
-class Progress:
-    """Progress bars over tokens, which show tokens/s and the time left. All move together."""
+def describe_side(meta, side):
+    """How much text there is to train on ("train"), or to validate on ("val")."""
+    number = meta[f"{side}_files"]
+    sources = "1 file" if number == 1 else f"{number:,} files"
+    documents = f"{meta[f'{side}_documents']:,} documents of {sources}"
+    return f"{meta[f'{side}_tokens']:,} tokens ({documents})"
 
-    def __init__(self, inner_tokens):
-        """inner_tokens: tokens in an inner batch."""
-        self.inner_tokens = inner_tokens
-        self.bars = []
 
-    @contextmanager
-    def bar(self, title, batches, done=0):
-        """Shows a bar for so many inner batches, of which some are done, within the context."""
-        with tqdm(
-            desc=title,
-            total=batches * self.inner_tokens,
-            initial=done * self.inner_tokens,
-            unit="tok",
-            unit_scale=True,
-            leave=False,
-            disable=jax.process_index() > 0 or None,  # None: only if stderr is no terminal
-        ) as bar:
-            self.bars.append(bar)
-            try:
-                yield
-            finally:
-                self.bars.remove(bar)
+def describe_state(state, steps):
+    """Where an earlier command has stopped."""
+    if state is None:
+        return "a new run"
+    if state.t == steps:
+        return "finished by an earlier command"
+    return f"resumes in outer step {state.t + 1}"
 
-    def advance(self):
-        """Moves every bar by one inner batch."""
-        for bar in self.bars:
-            bar.update(self.inner_tokens)
 
-    def write(self, line):
-        """Prints a line above the bars."""
-        tqdm.write(line)
+def flag_and_value(name, value):
+    """A flag as it is given, such as --inner-batch 8."""
+    return f"--{name.replace('_', '-')} {value}"
+
+
+def time_left(seconds):
+    """How long a run will still take, as a line: "about 2 h 5 min to go"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"about {hours} h {minutes} min to go"
+    if minutes:
+        return f"about {minutes} min {rest} s to go"
+    return f"about {rest} s to go"
 
 
 def summary(run, rows):
     """Prints how the run ended."""
     last = rows[-1]
     seconds = sum(row.get("seconds") or 0 for row in rows)
-    waited = sum(row["input_wait"] for row in rows) / max(seconds, 1e-9)
     refused = sum(row.get("refused") or 0 for row in rows)
 
     loss = f"validation loss {last['val_loss']:.4f}, {last['val_bpb']:.4f} bits a byte"
     print(f"{loss}, after {last['step']} outer steps")
     tokens = f"{last['tokens']:,} tokens, {last['tokens_line_search']:,} of them for line search"
     print(f"{tokens}; {seconds:.0f} s, evaluation not included")
-    print(f"{waited:.1%} of that time was spent waiting for input")
     if refused:
         reason = "as no step size lowered the loss"
         print(f"{refused} steps were refused, {reason}: try a smaller --lr")
@@ -112,36 +134,58 @@ def summary(run, rows):
     elif target:
         steps = f"{last['step']} outer steps, {last['tokens']:,} tokens"
         print(f"target loss {target} reached after {steps}")  # Section 6.1.1
-    print(f"{run.config.out}: config.json, log.jsonl, checkpoint.npz")
+
+
+def next_commands(folder, runs):
+    """Prints what can be done now: with the run in a folder, and with runs, by their pattern."""
+    print(f"figures:  python plot.py {runs}")
+    print(f'a sample: python sample.py --out {folder} "Once upon a time"')
+
+
+# ---- the table of a grid -------------------------------------------------------------------------
 
 
 def grid(runs, results):
     """Prints the runs of a grid, the smallest last validation loss first.
 
-    results: the log rows of each run, or None if it diverged. Flags that differ have a column.
+    results: of each run, the rows of its log, or a word that says why it has none. The flags that
+    the grid varies have a column.
     """
-    names = {}  # in order, each once
+    varied = {}  # in order, each once
     for run in runs:
-        names |= dict.fromkeys(run.values)
-    del names["out"]
-    differing = [name for name in names if len({run.values.get(name) for run in runs}) > 1]
+        varied |= dict.fromkeys(run.given)
+    varied = [name for name in varied if len({run.given.get(name) for run in runs}) > 1]
 
     lines = []
-    for run, rows in zip(runs, results, strict=True):
-        loss = float("inf")
-        cells = ["diverged", "-", "-"]
-        if rows:
-            last = rows[-1]
-            loss = last["val_loss"]
-            cells = [f"{loss:.4f}", str(last["step"]), f"{last['tokens']:,}"]
-        cells += [str(run.values.get(name, "-")) for name in differing]
-        lines.append((loss, cells, run.config.out))
+    for run, result in zip(runs, results, strict=True):
+        if isinstance(result, str):
+            order = float("inf")
+            line = {"val_loss": result, "step": "-", "tokens": "-"}
+        else:
+            last = result[-1]
+            order = last["val_loss"]
+            line = {"val_loss": f"{order:.4f}", "step": str(last["step"])}
+            line["tokens"] = f"{last['tokens']:,}"
+        line |= {name: str(run.given.get(name, "-")) for name in varied}
+        line["folder"] = run.config.out
+        lines.append((order, line))
     lines.sort(key=lambda line: line[0])
+    lines = [line for _, line in lines]
 
-    table = [["val_loss", "step", "tokens", *differing], *(cells for _, cells, _ in lines)]
-    folders = ["folder", *(folder for _, _, folder in lines)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     print()
-    for cells, folder in zip(table, folders, strict=True):
-        aligned = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
-        print(*aligned, folder, sep="  ")
+    print_table([dict(zip(lines[0], lines[0], strict=True)), *lines])
+    print()
+    best = lines[0]["folder"]
+    next_commands(best, f"{Path(best).parent}/*")
+
+
+def print_table(lines):
+    """Prints dicts as the lines of a table. If the terminal is narrow, without two columns."""
+    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else float("inf")
+    widths = {name: max(len(line[name]) for line in lines) for name in lines[0]}
+    for name in ("tokens", "step"):
+        if sum(widths.values()) + 2 * len(widths) > room:
+            del widths[name]
+    for line in lines:
+        cells = [line[name].rjust(width) for name, width in widths.items() if name != "folder"]
+        print(*cells, line["folder"], sep="  ")

@@ -134,6 +134,9 @@ def test_schedules_at_their_first_and_last_step():
         (rates(schedule="constant", warmup=0.5), rise),
         (rates(), cosine),
         (rates(warmup=0.2), [1, 2, *shorter]),
+        (rates(warmup_steps=2), [1, 2, *shorter]),
+        (rates(schedule="constant", warmup=0.1, warmup_steps=5), rise),
+        (rates(warmup_steps=20), np.arange(1, 11) / 10),  # it never comes to lr, nor falls
     ):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 

@@ -24,11 +24,6 @@ def config_of(**changes):
     return gn_cg.Config(**sizes | {"cg_steps": 3000} | changes)
 
 
-def stacked(batches):
-    """The two inner batches of a batch, [2, B, T+1]."""
-    return jnp.stack([batches(0), batches(1)])
-
-
 def dense_of_batch(params, batches):
     return dense(ONE, params, np.concatenate([batches(0), batches(1)]))
 
@@ -74,7 +69,7 @@ def test_solves_with_the_diagonal_blocks_for_layerwise(float64):
     config = config_of(damping=0.1)
     params, (batches, _) = random_params(ONE), many(ONE)
     start = gn_cg.init(params, config)
-    state = gn_cg.solve(start, stacked(batches), config, layerwise_gn.value_and_grad)
+    state = gn_cg.solve(start, batches, config, layerwise_gn.value_and_grad)
     true = dense_of_batch(params, batches)
     step = dense_step(true.g, diagonal_blocks(true.G, params), 0.1)
     close(flat(state.theta) - flat(params), step, 1e-6)
@@ -84,7 +79,7 @@ def test_one_step_of_conjugate_gradients_is_steepest_descent(float64):
     """cg_steps = 1: δ = -(g·g / g·(G + λI) g) g."""
     config = config_of(cg_steps=1, damping=0.1, line_search=0)
     params, (batches, _) = random_params(ONE), many(ONE)
-    state = gn_cg.solve(gn_cg.init(params, config), stacked(batches), config)
+    state = gn_cg.solve(gn_cg.init(params, config), batches, config)
     _, g, G = dense_of_batch(params, batches)
     step = -(g @ g) / (g @ G @ g + 0.1 * g @ g) * g
     close(flat(state.theta) - flat(params), step, 1e-8)

@@ -1,6 +1,7 @@
 """What a run does, prints and refuses, all through `train.main`, as a user would."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,10 @@ import baselines
 import data
 import gn
 import model
+import plot
+import sample
 import train
-from runtime import checkpoint, flags, report
+from runtime import checkpoint, command, flags, report
 from text import tokenizer
 
 
@@ -147,25 +150,107 @@ def test_target_loss_stops_the_run(here, capsys):
     assert "target loss 0.01 not reached" in capsys.readouterr().out
 
 
-def test_reading_the_corpus_more_than_once_is_said(here, capsys):
-    assert run("--method", "gn", "--out", "a") == 0
-    assert "the corpus" not in capsys.readouterr().out
-    assert (
-        run(
-            "--method",
-            "gn",
-            "--out",
-            "b",
-            "--batch",
-            "19200",
-            "--steps",
-            "5",
-            "--inner-batch",
-            "300",
-        )
-        == 0
+def test_the_opening_lines_say_what_will_be_done(here, capsys):
+    """Sizes as they came out, what is read, and the flags that were given; nothing else."""
+    assert run("--method", "gn", "--out", "r", "--batch", "200", "--lr", "0.03") == 0
+    out = capsys.readouterr().out
+    lines = out[: out.index(report.header())].splitlines()
+    assert lines[0].startswith("Gauss-Newton on tiny: 4,536 parameters, float32 on 4 x cpu")
+    meta = data.prepare("text.txt", data.tokenizer("bytes"), 16).meta
+    sides = [f"{meta[f'{side}_tokens']:,} tokens" for side in ("train", "val")]
+    documents = [f"{meta[f'{side}_documents']:,} documents of 1 file" for side in ("train", "val")]
+    train_side, val_side = (f"{n} ({d})" for n, d in zip(sides, documents, strict=True))
+    assert lines[1] == f"text text.txt: {train_side} to train on, {val_side} held out"
+    assert lines[2] == (
+        "3 outer steps of 192 tokens: 3 inner batches of 4 x 16 (sequences, positions)"
     )
-    assert "the run reads 192," in capsys.readouterr().out
+    assert lines[3].startswith("--batch 200 became 192, as a batch is cut into whole inner batches")
+    assert lines[4].startswith("warm-up: 128 tokens, 2 steps of AdamW")
+    assert lines[5].startswith("it will read 1,280 tokens, 576 of them for line search: 1.3")
+    given = lines[6].removeprefix("other than the defaults: ")
+    assert "--lr 0.03" in given and "--batch 200" in given and "--clip" not in given
+    assert lines[7:] == ["r: a new run"]
+
+
+def test_reading_the_text_more_than_once_is_said(here, capsys):
+    large = ["--batch", "19200", "--steps", "5", "--inner-batch", "300"]
+    assert run("--method", "gn", "--out", "b", *large) == 0
+    assert "it will read 192,000 tokens, 96,000 of them for line search: 2." in (
+        capsys.readouterr().out
+    )
+
+
+def test_a_run_says_whether_it_is_new_resumed_or_finished(here, capsys, monkeypatch):
+    """And a run that is finished does not say how it could be trained on."""
+    original = baselines.update
+
+    def update(state, *rest):
+        if state.t == 2:
+            raise command.Stop(15)
+        return original(state, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(baselines, "update", update)
+        assert run("--method", "muon", "--out", "r") == 143
+    assert "r: a new run\n" in capsys.readouterr().out
+    assert run("--method", "muon", "--out", "r") == 0
+    out = capsys.readouterr().out
+    assert "r: resumes in outer step 3\n" in out
+    assert "warm-up: made by" not in out
+    assert run("--method", "muon", "--out", "r") == 0
+    out = capsys.readouterr().out
+    assert "r: finished by an earlier command\n" in out
+    assert out.endswith(
+        'figures:  python plot.py r\na sample: python sample.py --out r "Once upon a time"\n'
+    )
+
+
+def test_the_commands_that_a_run_ends_with_are_valid(here, capsys):
+    """plot.py and sample.py, as printed by a run and by a grid."""
+    for line in (["--out", "r"], ["--lr", "0.01,0.02"]):
+        assert run("--method", "muon", *line) == 0
+        *_, figures, sampled = capsys.readouterr().out.splitlines()
+        runs = figures.removeprefix("figures:  python plot.py ")
+        assert plot.main([str(path) for path in Path().glob(runs)]) == 0
+        assert sample.main(shlex.split(sampled.removeprefix("a sample: python sample.py "))) == 0
+        capsys.readouterr()
+
+
+def test_how_long_a_run_will_take_is_said_after_its_second_step(here, capsys, monkeypatch):
+    """Twelve steps of 100 s each: ten are left after the second."""
+    original, clock = train.outer_step, [0.0]
+
+    def outer_step(*args):
+        clock[0] += 100
+        return original(*args)
+
+    monkeypatch.setattr(train, "outer_step", outer_step)
+    monkeypatch.setattr(train.time, "perf_counter", lambda: clock[0])
+    assert run("--method", "muon", "--out", "r", "--steps", "12") == 0
+    assert capsys.readouterr().out.count("\nabout 16 min 40 s to go\n") == 1
+
+
+def test_a_grid_holds_a_folder_only_while_it_works_there(here, capsys):
+    """What others hold, it leaves to them. So a grid may be shared by two terminals."""
+    line = ["--method", "muon", "--seed", "0,1,2", "--out", "g"]
+    folders = [
+        train.configure([*SMALL, "--data", "text.txt", *member], "g").config.out
+        for member in flags.expand(line)
+    ]
+    original, seen = train.execute, []
+
+    def execute(run, *rest):
+        seen.append([Path(folder).exists() for folder in folders])
+        return original(run, *rest)
+
+    with pytest.MonkeyPatch.context() as patch, checkpoint.alone(folders[1]):
+        patch.setattr(train, "execute", execute)
+        assert run(*line) == 0
+    out, err = capsys.readouterr()
+    assert seen == [[True, True, False], [True, True, True]]
+    assert err == f"train.py: {folders[1]} is in use by another run; give another --out\n"
+    assert [line.split()[0] for line in out.splitlines() if line.endswith(folders[1])][-1] == "in"
+    assert run(*line) == 0 and len(rows(folders[1])) == 4
 
 
 def test_a_warm_up_belongs_to_its_text(here):
@@ -217,6 +302,12 @@ def test_a_diverging_run_ends_with_its_last_good_checkpoint_and_says_so_ever_aft
 GRID = ["--method", "muon,adamw", "--lr", "0.01,1e30", "--schedule=cosine", "--average", "0"]
 
 
+def table_of_grid(out):
+    """The words of each line of the table of a grid, without its header."""
+    table = out.split("val_loss")[-1].split("\n\n")[0]
+    return [line.split() for line in table.splitlines()[1:]]
+
+
 def test_a_grid_is_every_combination_one_after_another(here, capsys, monkeypatch):
     """Each is as it would be alone. Two diverge, which is recorded. A table is sorted by loss."""
     assert run(*GRID) == 0
@@ -247,7 +338,7 @@ def test_a_grid_is_every_combination_one_after_another(here, capsys, monkeypatch
                 == 0
             )
             assert without_time(rows(method)) == without_time(log)
-    table = [line.split() for line in out.split("val_loss")[-1].splitlines()[1:]]
+    table = table_of_grid(out)
     finals = sorted(
         (log[-1]["val_loss"], method, str(lr)) for (method, lr), log in logs.items() if lr < 1
     )
@@ -259,9 +350,7 @@ def test_a_grid_is_every_combination_one_after_another(here, capsys, monkeypatch
     monkeypatch.setattr(train, "outer_step", None)  # nothing is trained again
     monkeypatch.setattr(train, "warm_up", None)
     assert run(*GRID) == 0
-    assert [
-        line.split() for line in capsys.readouterr().out.split("val_loss")[-1].splitlines()[1:]
-    ] == table
+    assert table_of_grid(capsys.readouterr().out) == table
 
 
 def test_a_grid_with_a_bad_member_is_refused_before_anything_runs(here, capsys):
@@ -316,9 +405,11 @@ def test_what_is_saved_as_config_is_what_is_run(here):
     assert value("average", "--method", "gn_prox") == 0.99
     assert value("average", "--method", "gn_prox", "--line-search", "5") == 0
     muon = ["--method", "muon"]
-    assert value("average", *muon) == 0.4 and value("warmup", *muon) == 0.3
+    assert value("average", *muon) == 0.4 and value("warmup_steps", *muon) == 6
     assert value("average", *muon, "--schedule", "cosine") == 0
-    assert value("warmup", *muon, "--schedule", "cosine", "--warmup", "0.2") == 0.2
+    assert value("warmup_steps", *muon, "--schedule", "cosine") == 0
+    assert value("warmup_steps", *muon, "--warmup", "0.2") == 0
+    assert value("warmup", *muon, "--warmup", "0.2") == 0.2
     assert value("steps") == 10 and value("steps", "--tokens", "2m") == 15
 
 

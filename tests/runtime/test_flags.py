@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import pytest
 
-import gn
 import model
 import train
 from runtime import flags
@@ -32,14 +31,38 @@ def test_expand(tmp_path, monkeypatch, line, lines):
     assert flags.expand(line.split()) == [line.split() for line in lines]
 
 
-def test_help_names_every_flag_with_its_meaning(capsys):
+def help_of(capsys, *words):
+    """What --help prints, in one line of single blanks."""
     with pytest.raises(SystemExit) as end:
-        train.main(["--help"])
-    out = capsys.readouterr().out
+        train.main([*words, "--help"])
     assert end.value.code == 0
-    for cls in (train.Config, gn.Config, model.Config):
-        for name in flags.fields_of(cls, train.DERIVED if cls is gn.Config else ()):
-            assert f"--{name.replace('_', '-')} " in out, name
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_help_names_every_flag_of_every_method_once(capsys):
+    """Also those that this method does not have, below the name of one that has them."""
+    out = help_of(capsys)
+    configs = [method.Config for method in train.METHODS.values()]
+    for cls in (train.Config, model.Config, *configs):
+        for name, flag in flags.fields_of(cls, train.DERIVED if cls in configs else ()).items():
+            assert out.count(f" {flags.flag_of(name)} {flag.kind.__name__} ") == 1, name
+    assert out.index("flags of soap: --frequency") > out.index("flags of gn: --line-search")
+
+
+def test_help_shows_the_defaults_of_the_method_and_the_model_that_it_is_given(capsys):
+    default = help_of(capsys)
+    assert "The defaults are those of --method gn --model 45m." in default
+    assert "width of the residual stream, D [default 512]" in default
+    tiny = help_of(capsys, "--model", "tiny", "--method", "muon")
+    assert "The defaults are those of --method muon --model tiny." in tiny
+    assert "width of the residual stream, D [default 64]" in tiny
+
+
+def test_words_that_other_programs_know_lead_to_ours():
+    """Each is answered with a flag that there is."""
+    known = [flags.flag_of(name) for name in train.fields_of_all("gn")]
+    for word, meant in train.MEANT.items():
+        assert meant.split()[0] in known, word
 
 
 @pytest.mark.parametrize("method", list(train.METHODS))

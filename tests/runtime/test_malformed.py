@@ -39,14 +39,20 @@ def files(folder):
 FLAGS = {
     "unknown flag": (
         ["--learning-rate", "1"],
-        "unknown flag '--learning-rate'; valid with this method: --method, --model",
+        "unknown flag '--learning-rate'; did you mean --lr? --help lists every flag",
     ),
     "flag of another method": (
         ["--method", "adamw", "--damping", "1"],
-        "unknown flag '--damping'; valid with this method: --method, --model",
+        "--damping is valid only with --method gn | gn_prox | layerwise_gn | gn_cg",
     ),
-    "abbreviated flag": (["--stepz", "1"], "unknown flag '--stepz'"),
-    "stray word": (["hello"], "unknown flag 'hello'"),
+    "misspelled flag": (["--stepz", "1"], "unknown flag '--stepz'; did you mean --steps?"),
+    "misspelled, with its value": (
+        ["--methd=gn"],
+        "unknown flag '--methd'; did you mean --method?",
+    ),
+    "stray word": (["hello"], "unknown flag 'hello'; --help lists every flag"),
+    "a value without its flag": (["tiny"], "unknown flag 'tiny'; did you mean --model tiny?"),
+    "a method without its flag": (["soap"], "unknown flag 'soap'; did you mean --method soap?"),
     "flag without value": (["--lr"], "expected one argument"),
     "unknown method": (["--method", "sgd"], f"valid: {', '.join(train.METHODS)}"),
     "unknown model": (["--model", "7b"], "model is '7b'; valid: tiny, 45m, 150m"),

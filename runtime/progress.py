@@ -1,0 +1,91 @@
+"""What a run shows while it computes: how far it is, how fast, and how long it will still take."""
+
+import shutil
+import sys
+from collections import Counter
+from contextlib import contextmanager
+
+import jax
+from tqdm import tqdm
+
+MINUTE = 60  # seconds between two lines where there is no terminal
+
+
+class Progress:
+    """Progress bars over tokens, which show tokens/s and the time left. All move together.
+
+    Where there is no terminal, what takes longer than a minute says a line every minute.
+    """
+
+    def __init__(self, inner_tokens):
+        """inner_tokens: tokens in an inner batch."""
+        self.inner_tokens = inner_tokens
+        self.bars = []
+        self.titles = []
+        self.read = Counter()  # {stage of the work: inner batches that it has read}
+        self.stage = None  # the present one
+
+    @contextmanager
+    def bar(self, title, batches, done=0):
+        """Shows a bar for so many inner batches, of which some are done, within the context."""
+        on_terminal = sys.stderr.isatty()
+        if on_terminal:
+            # Ctrl-C writes ^C behind the bar. There must be room, or a new line begins.
+            look = {"ncols": shutil.get_terminal_size().columns - 6}
+        else:
+            line = "{desc}: {percentage:.0f}% of {total_fmt} tokens, {rate_fmt}, {remaining} left"
+            look = {"bar_format": line, "file": Lines(), "delay": MINUTE, "mininterval": MINUTE}
+        if jax.process_index() > 0 or (self.bars and not on_terminal):
+            yield  # another process shows the bar; or the bar around this one says enough
+            return
+        size = {"total": batches * self.inner_tokens, "initial": done * self.inner_tokens}
+        unit = {"unit": "tok", "unit_scale": True}
+        with tqdm(desc=title, leave=False, **size, **unit, **look) as bar:
+            if self.bars:
+                self.bars[-1].set_description_str(self.titles[-1], refresh=False)
+            self.bars.append(bar)
+            self.titles.append(title)
+            try:
+                yield
+            finally:
+                self.bars.pop()
+                self.titles.pop()
+
+    def advance(self, stage):
+        """Moves every bar by one inner batch, which a stage of the work reads."""
+        self.show(stage)
+        for bar in self.bars:
+            bar.update(self.inner_tokens)
+
+    def show(self, stage):
+        """Says on the last bar which stage of the work reads an inner batch.
+
+        Its first inner batch must wait for its program to be compiled, which says nothing about the
+        time that the others will take. So all clocks stand still from the first to the second.
+        """
+        self.read[stage] += 1
+        number = self.read[stage]
+        if number <= 2:
+            for bar in self.bars:
+                bar.unpause()
+        if self.bars and (number <= 2 or stage != self.stage):
+            what = f"{stage}, compiling" if number == 1 else stage
+            text = f"{self.titles[-1]}, {what}"
+            self.bars[-1].set_description_str(text, refresh=sys.stderr.isatty())
+        self.stage = stage
+
+    def write(self, line):
+        """Prints a line above the bars."""
+        tqdm.write(line)
+
+
+class Lines:
+    """A file for bars where there is no terminal: a bar becomes a line whenever it is shown."""
+
+    def write(self, text):
+        text = text.strip("\r\n ")
+        if text:
+            print(text, file=sys.stderr)
+
+    def flush(self):
+        """Does nothing, as standard error writes every line at once."""
