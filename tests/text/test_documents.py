@@ -3,8 +3,10 @@
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import requests
 
 from runtime import command
 from text import documents
@@ -78,6 +80,8 @@ class Hub:
     The next attempts fail as `failures` says, each (documents that come before, error).
     """
 
+    config = SimpleNamespace(HF_HUB_OFFLINE=False, HF_ENDPOINT="http://127.0.0.1:9")
+
     def __init__(self, failures):
         self.failures = failures
         self.attempts = 0
@@ -100,6 +104,13 @@ def pauses(monkeypatch):
     return found
 
 
+@pytest.fixture
+def network(monkeypatch):
+    """There is one."""
+    monkeypatch.setattr(documents, "find_network", lambda address: None)
+
+
+@pytest.mark.usefixtures("network")
 def test_c4_is_streamed_and_goes_on_after_failures(monkeypatch, pauses, capsys):
     """No document is lost or comes twice. Pauses grow while nothing comes, and begin anew then."""
     refused, forbidden = (0, ConnectionError("refused")), (0, OSError("403"))
@@ -115,12 +126,44 @@ def test_c4_is_streamed_and_goes_on_after_failures(monkeypatch, pauses, capsys):
     assert said[3] == "data c4: 429; trying again in 2 s"
 
 
+@pytest.mark.usefixtures("network")
 def test_c4_gives_up_in_the_end(monkeypatch, pauses):
     hub = Hub([(0, ConnectionError("no route"))] * 99)
     monkeypatch.setitem(sys.modules, "datasets", hub)
     with pytest.raises(OSError, match="data c4: no route .attempt 11, the last"):
         next(documents.sources("c4")[0].read())
     assert pauses == list(documents.PAUSES)
+
+
+@pytest.mark.parametrize("is_offline", [False, True])
+def test_without_a_network_c4_gives_up_at_once_and_says_what_works(
+    monkeypatch, pauses, capsys, is_offline
+):
+    """Three attempts, three seconds. A switch of Hugging Face's library counts as none."""
+    documents.find_network.cache_clear()
+    hub = Hub([])
+    hub.config = SimpleNamespace(HF_HUB_OFFLINE=is_offline, HF_ENDPOINT="http://127.0.0.1:9")
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    with pytest.raises(OSError, match="--data stdlib or --data PATH") as error:
+        next(documents.sources("c4")[0].read())
+    why = "HF_HUB_OFFLINE is set" if is_offline else "no connection to http://127.0.0.1:9"
+    assert f"data c4: {why} (attempt 3, the last); without a network" in str(error.value)
+    assert pauses == [1, 2] and hub.attempts == 0
+
+
+def test_a_network_that_goes_away_is_waited_for(monkeypatch, pauses):
+    """It is looked for until it was there once."""
+    answers = [requests.exceptions.ConnectTimeout(), requests.exceptions.SSLError()]
+
+    def head(address, timeout):
+        raise answers.pop(0)
+
+    documents.find_network.cache_clear()
+    monkeypatch.setattr(requests, "head", head)
+    monkeypatch.setitem(sys.modules, "datasets", Hub([(3, ConnectionError("gone"))] * 5))
+    assert len(list(documents.sources("c4")[0].read())) == 10
+    assert pauses == [1, 1, 2, 5, 10, 30] and not answers
+    documents.find_network.cache_clear()
 
 
 @pytest.mark.parametrize("error", [command.Stop(2), TypeError()])
