@@ -8,11 +8,12 @@ array of their own. With one id per byte, the documents "a cat" and "a dog" beco
     ids             97 32 99 97 116 0 97 32 100 111 103 0
 
 A window is T + 1 consecutive ids. The model reads the first T, and predicts the last T, each from
-the ids before it. The next window begins with the last id of this one, so every id but the very
-first is predicted once. With T = 4:
+the ids before it. The next window begins with the last id of this one. So in the windows every id
+but the very first is predicted once. Behind the last window there may be ids, fewer than T, that
+are in no window and are never predicted. With T = 4 these are three, 111 103 0:
 
     window 0        97 32 99 97 116
-    window 1                    116 0 97 32 100         (the rest is too short for a window)
+    window 1                    116 0 97 32 100
 
 An epoch reads all n windows in a random order; the next epoch reads them in another one. Sequences
 are the windows in the order in which they are read, and a batch is B sequences, int32 [B, T + 1].
@@ -51,7 +52,7 @@ class Corpus(NamedTuple):
 
     train: token_files.Joined  # ids to train on, uint16 [n]
     val: token_files.Joined  # ids of documents that are never trained on: 5%, or whole files
-    meta: dict  # counts of documents, and of each side's tokens and bytes; the sha256 of each side
+    meta: dict  # the counts and the sha256 of each side: see token_files.make
 
 
 def prepare(corpus, tok, context, need=float("inf"), folder="data"):
@@ -71,6 +72,25 @@ def prepare(corpus, tok, context, need=float("inf"), folder="data"):
     return Corpus(*token_files.make(corpus, tok, context, need, folder))
 
 
+def describe(meta):
+    """What a corpus has on each side, in words. meta: that of a Corpus."""
+    return f"to train on: {describe_side(meta, 'train')}; held out: {describe_side(meta, 'val')}"
+
+
+def describe_side(meta, side):
+    """Its files, documents and tokens. Documents may be held out without whole files."""
+    files = meta[f"{side}_files"]
+    where = amount(files, "file") if files else "of the same files"
+    documents = amount(meta[f"{side}_documents"], "document")
+    tokens = amount(meta[f"{side}_tokens"], "token")
+    return f"{where}, {documents}, {tokens}"
+
+
+def amount(count, noun):
+    """A count and its noun: 1 file, 2,000 files."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 # ---- ids -> windows ------------------------------------------------------------------------------
 
 
@@ -83,7 +103,8 @@ def windows(tokens, context):
 def order(n, seed, epoch):
     """The order in which an epoch reads its n windows: a permutation of 0 .. n - 1, uint32 [n].
 
-    It is all that grows with the corpus in memory, 4 bytes per window.
+    Of the memory that training needs, only this grows with the corpus: 4 bytes per window, for each
+    of four orders at most.
     """
     numbers = np.arange(n, dtype=np.uint32)
     np.random.default_rng((seed, epoch)).shuffle(numbers)
@@ -169,8 +190,7 @@ def main(words):
             meta = prepare(corpus, tok, 1, config.tokens).meta
         except KeyboardInterrupt:
             raise Stop(signal.SIGINT) from None
-    tokens = f"{meta['train_tokens']:,} tokens to train on, {meta['val_tokens']:,} held out"
-    print(f"{meta['documents']:,} documents: {tokens}")
+    print(describe(meta))
 
 
 if __name__ == "__main__":

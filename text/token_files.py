@@ -13,12 +13,13 @@ record of their counts and checksums. An id takes 16 bits; after each document c
         00001.progress           counts of what is on disk so far: this shard is being written
 
 Nothing is counted before it is on disk. So an interruption, kill -9 included, costs seconds of
-work: the next process cuts the files to what was counted and goes on from there. A shard whose
-checksums are wrong is made again.
+tokenizing: the next process cuts the files to what was counted, skips as many documents of the
+source, and goes on from there. A shard whose checksums are wrong is made again.
 
-Validation documents never appear in training. A corpus may bring whole files of them, as C4 does.
-Otherwise they are the documents with the smallest hashes, 5% of all. A hash depends on nothing but
-the text, so a document that occurs twice cannot be on both sides.
+Training never reads a validation document. A corpus may bring whole files of them, as C4 does; a
+text that is in one of these and in another file too is on both sides. Otherwise they are the
+documents with the smallest hashes, 5% of all different ones. A hash depends on nothing but the
+text, so then a document that occurs twice is on one side.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ import shutil
 import sys
 import time
 from contextlib import closing, suppress
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import islice
 from pathlib import Path
 
@@ -36,16 +37,24 @@ import numpy as np
 from tqdm import tqdm
 
 from runtime.files import UNREADABLE, digest, locked, named, write_file
-from text import documents
+from text import documents, formats
 from text.workers import Workers, cores
 
 SIDES = ("train", "val")
-COUNTS = ("documents", "train_tokens", "train_bytes", "val_tokens", "val_bytes")  # of a shard
+COUNTS = (  # of a shard, for each side
+    "train_documents",
+    "train_tokens",
+    "train_bytes",
+    "val_documents",
+    "val_tokens",
+    "val_bytes",
+)
 HELD_OUT = 0.05  # fraction of the documents that only validation reads
 SMALL = 2**28  # bytes; of a smaller corpus exactly this fraction is held out, so it is read twice
 LARGE = 2**22  # bytes of a source from which on it pays to start processes
 CHUNK = 64  # documents that are tokenized at a time
 SAVE_SECONDS = 10  # from one record of progress to the next
+NAME_BYTES = 100  # of a text's name that are used: a file's name has 255 at most
 
 
 class TooShort(ValueError):
@@ -55,16 +64,17 @@ class TooShort(ValueError):
 def make(corpus, tokenizer, context, need, folder):
     """The token files of a corpus, made if they are not there yet: (train, val, meta).
 
-    train, val: the ids of each side, a Joined. meta: the COUNTS of the corpus, and for each side
-    its sha256. Arguments and errors are those of `data.prepare`.
+    train, val: the ids of each side, a Joined. meta: the COUNTS of the corpus, all its "documents",
+    and for each side the number of files, such as "train_files", and the sha256. A file that has
+    documents on both sides is a training file. Arguments and errors are those of `data.prepare`.
     """
-    sources = documents.sources(corpus)
+    sources = in_order(documents.sources(corpus))
     home = Path(folder) / folder_name(corpus, sources, tokenizer)
     with locked(home / "lock"), Workers(tokenizer, cores()) as workers:
         was_begun = any(home.glob("*.json")) or any(home.glob("*.progress"))
         try:
             shards = list(make_shards(sources, home, workers, context, need))
-            meta = total(shards)
+            meta = total(shards) | count_files(sources[: len(shards)])
             check_length(corpus, meta, context)
         except ValueError as error:
             # Shards that were finished before a later file turned out to be bad are kept.
@@ -77,11 +87,23 @@ def make(corpus, tokenizer, context, need, folder):
     return train, val, meta
 
 
+def in_order(sources):
+    """The sources in the order of their shards: those that are held out come first."""
+    return sorted(sources, key=lambda source: not source.held_out)
+
+
 def folder_name(corpus, sources, tokenizer):
     """A name for the folder of token files, another one wherever the ids could be others."""
-    text = [[source.name, source.stamp] for source in sources]
-    key = digest([text, tokenizer.name, tokenizer.vocab_size, HELD_OUT, documents.PIECE])
-    return f"{Path(corpus).stem}-{tokenizer.name}-{key[:12]}"
+    text = [[source.name, source.stamp, source.held_out] for source in sources]
+    key = digest([text, tokenizer.name, tokenizer.vocab_size, HELD_OUT, formats.PIECE])
+    return f"{short_name(corpus)}-{tokenizer.name}-{key[:12]}"
+
+
+def short_name(corpus):
+    """The name of a corpus without its ending, NAME_BYTES long at most, in whole characters."""
+    name = Path(os.path.abspath(corpus)).stem  # that of ".", which has none, is its folder's
+    whole_characters = os.fsencode(name)[:NAME_BYTES].decode(errors="ignore")
+    return os.fsdecode(whole_characters.encode())
 
 
 def token_files(home, side, shards):
@@ -92,11 +114,24 @@ def token_files(home, side, shards):
 def total(shards):
     """The counts of the whole corpus, and of each side the sha256 of its shards' checksums."""
     meta = {name: sum(shard[name] for shard in shards) for name in COUNTS}
+    meta["documents"] = documents_in(meta)
     meta["sha256"] = {}
     for side in SIDES:
         checksums = "".join(shard["sha256"][side] for shard in shards)
         meta["sha256"][side] = hashlib.sha256(checksums.encode()).hexdigest()
     return meta
+
+
+def documents_in(counts):
+    """The documents of both sides."""
+    return counts["train_documents"] + counts["val_documents"]
+
+
+def count_files(sources):
+    """How many files these sources read for each side."""
+    held_out = sum(source.files for source in sources if source.held_out)
+    others = sum(source.files for source in sources if not source.held_out)
+    return {"train_files": others, "val_files": held_out}
 
 
 def check_length(corpus, meta, context):
@@ -108,7 +143,7 @@ def check_length(corpus, meta, context):
         tokens = meta[f"{side}_tokens"]
         if tokens < context + 1:
             have = f"{tokens} {name} tokens in {count} documents"
-            need = f"a window of context {context} + 1; give a longer text or a smaller --context"
+            need = f"a window of context {context} + 1; give a longer text"
             raise TooShort(f"data {corpus}: {have} are too few for {need}")
 
 
@@ -125,14 +160,13 @@ def remove(home):
 def make_shards(sources, home, workers, context, need):
     """Makes one shard after another, and yields its counts, until there is enough text.
 
-    All held-out sources come first. Then others follow, each taken whole, until there are `need`
-    training tokens and one window of validation.
+    sources: all that are held out come first. Others follow, each taken whole, until there are
+    `need` training tokens and one window of validation.
     """
     holdout = Holdout(sources)
     train_tokens = 0
     val_tokens = 0
-    in_order = sorted(sources, key=lambda source: not source.held_out)
-    for number, source in enumerate(in_order):
+    for number, source in enumerate(sources):
         is_enough = train_tokens >= need and val_tokens > context
         if is_enough and not source.held_out:
             return
@@ -154,7 +188,7 @@ def finished(path):
     # A kill may have left counts of progress. If the files are damaged, they are no longer true.
     Path(f"{path}.progress").unlink(missing_ok=True)
     counts = read(done)
-    if counts and checksums(path) == counts["sha256"]:
+    if counts and checksums(path, checksum_once) == counts["sha256"]:
         return counts
     print(f"{path}: a token file is damaged; it is made again", file=sys.stderr)
     done.unlink()
@@ -186,15 +220,15 @@ def write(source, path, workers, holdout, train_tokens, need):
         files = {"train": train, "val": val}
         for side in SIDES:
             files[side].truncate(2 * counts[f"{side}_tokens"])
-        unread = islice(texts, counts["documents"], None)
+        unread = islice(texts, documents_in(counts), None)
         saved = time.monotonic()
         for chunk, chunk_ids in encoded(chunks(unread), source.size, workers):
             for text, ids in zip(chunk, chunk_ids, strict=True):
                 side = "val" if source.held_out or text in holdout else "train"
                 files[side].write(ids.tobytes() + end_of_text)
+                counts[f"{side}_documents"] += 1
                 counts[f"{side}_tokens"] += len(ids) + 1
                 counts[f"{side}_bytes"] += len(text.encode())
-            counts["documents"] += len(chunk)
             bar.update(train_tokens + counts["train_tokens"] - bar.n)
             if time.monotonic() - saved > SAVE_SECONDS:
                 save(path, files, counts)
@@ -298,21 +332,34 @@ def record(path, counts):
 def read(path):
     """The counts that were recorded; None if there are none, or others than were written."""
     with suppress(*UNREADABLE):
-        counts = dict(json.loads(path.read_text()))
+        counts = dict(json.loads(path.read_text(encoding="utf-8")))
         if counts.pop("check", None) == digest(counts):
             return counts
     return None
-
-
-def checksums(path):
-    """The sha256 of each file of a shard; None for one that is not there."""
-    return {side: checksum(f"{path}.{side}.bin") for side in SIDES}
 
 
 def checksum(path):
     """The sha256 of a file; None if there is none."""
     with suppress(FileNotFoundError), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def checksum_once(path):
+    """The sha256 of a file, computed once in a process as long as the file does not change."""
+    with suppress(FileNotFoundError):
+        stat = os.stat(path)
+        return remembered_checksum(path, stat.st_size, stat.st_mtime_ns)
+
+
+@cache
+def remembered_checksum(path, size, time):
+    """The sha256 of the file that had this size and time."""
+    return checksum(path)
+
+
+def checksums(path, of_file=checksum):
+    """The sha256 of each file of a shard; None for one that is not there."""
+    return {side: of_file(f"{path}.{side}.bin") for side in SIDES}
 
 
 # ---- reading -------------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ def tokenizer(name, vocab_size=0):
     raise ValueError(f"tokenizer is {name!r}; valid: bytes, gpt2")
 
 
+@lru_cache(maxsize=1)
 def bytes_tokenizer(vocab_size):
     """The values of UTF-8's bytes. The zero byte does not occur in text; it ends a document."""
     if vocab_size != 256:
@@ -65,7 +66,12 @@ def gpt2_tokenizer(vocab_size):
     """GPT-2's bytes and first merges, `vocab_size` - 1 pieces. The last id ends a document."""
     if not 257 <= vocab_size <= 50_257:
         raise ValueError(f"vocab_size is {vocab_size}; tokenizer gpt2 has 257 to 50257 ids")
-    whole = gpt2()
+    return cut(gpt2(), vocab_size)
+
+
+@lru_cache(maxsize=8)  # it takes a while, and every run of a grid asks for the same one
+def cut(whole, vocab_size):
+    """The tokenizer with the first pieces of a whole vocabulary."""
     end = vocab_size - 1
     numbered = whole._mergeable_ranks.items()
     pieces = {piece: number for piece, number in numbered if number < end}
@@ -75,9 +81,9 @@ def gpt2_tokenizer(vocab_size):
 
     def encode(text):
         starts = range(0, max(1, len(text)), PIECE)
-        cuts = [text[start : start + PIECE] for start in starts]
+        parts = [text[start : start + PIECE] for start in starts]
         # Nothing is special in a text: one that contains "<|endoftext|>" does not end there.
-        ids = [vocabulary.encode_to_numpy(cut, disallowed_special=()) for cut in cuts]
+        ids = [vocabulary.encode_to_numpy(part, disallowed_special=()) for part in parts]
         return np.concatenate(ids).astype(np.uint16)
 
     def decode(ids):
@@ -89,11 +95,15 @@ def gpt2_tokenizer(vocab_size):
 @lru_cache(maxsize=1)
 def gpt2():
     """GPT-2's whole vocabulary, which tiktoken downloads once. Raises ValueError if it cannot."""
+    import requests  # here, as it is only for its errors; tiktoken needs it
+
     try:
         return tiktoken.get_encoding("gpt2")
+    except (requests.exceptions.ConnectionError, requests.exceptions.Timeout):
+        reason = "no connection to its server"
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0][:100]
-        remedy = "without a network, set TIKTOKEN_CACHE_DIR to a folder in which tiktoken has it"
-        raise ValueError(
-            f"tokenizer gpt2: its vocabulary cannot be fetched ({reason}); {remedy}"
-        ) from None
+    remedy = "without a network, set TIKTOKEN_CACHE_DIR to a folder in which tiktoken has it"
+    others = "train.py --model tiny and --tokenizer bytes need no network"
+    what = f"tokenizer gpt2: its vocabulary cannot be fetched ({reason})"
+    raise ValueError(f"{what}; {remedy}; {others}")

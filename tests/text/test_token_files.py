@@ -1,7 +1,6 @@
 """Token files hold every document once, on one side; nothing stops their making for good."""
 
 import hashlib
-import json
 import os
 import tempfile
 import time
@@ -55,6 +54,8 @@ def test_every_document_is_on_one_side_whole_and_in_order(tmp_path):
     assert train == [text for text in texts if text in train]
     meta = corpus.meta
     assert meta["documents"] == 50
+    assert (meta["train_documents"], meta["val_documents"]) == (len(train), len(val))
+    assert (meta["train_files"], meta["val_files"]) == (1, 0)
     assert (meta["train_tokens"], meta["val_tokens"]) == (len(corpus.train), len(corpus.val))
     assert meta["val_bytes"] == len(corpus.val) - len(val)
 
@@ -72,6 +73,8 @@ def test_a_folder_is_read_file_by_file_and_only_as_far_as_needed(tmp_path):
         assert decoded(corpus.train) == texts[: 4 * count]
         assert decoded(corpus.val) == held_out
         assert corpus.meta["documents"] == 4 * count + 2
+        assert (corpus.meta["train_documents"], corpus.meta["val_documents"]) == (4 * count, 2)
+        assert (corpus.meta["train_files"], corpus.meta["val_files"]) == (count, 1)
     assert len(names(tmp_path / "data")) == 1
     ids = data.batch(corpus.train, 64, 3, 0, 0)
     assert ids.dtype == np.int32 and ids.shape == (3, 65)
@@ -159,6 +162,63 @@ def test_prepared_once_and_made_again_when_the_text_changes(tmp_path, monkeypatc
     assert len(names(home)) == 3 and last.meta["sha256"] != longer.meta["sha256"]
 
 
+def test_a_checksum_is_computed_once_in_a_process_until_the_file_changes(tmp_path, monkeypatch):
+    path = write_text(tmp_path / "a.txt", documents_of(10))
+    data.prepare(path, BYTES, 64, folder=tmp_path / "data")
+    computed = []
+    checksum = token_files.checksum
+
+    def counting(path):
+        computed.append(Path(path).name)
+        return checksum(path)
+
+    monkeypatch.setattr(token_files, "checksum", counting)
+    for _ in range(3):
+        data.prepare(path, BYTES, 64, folder=tmp_path / "data")
+    assert sorted(computed) == ["00000.train.bin", "00000.val.bin"]
+    (file,) = (tmp_path / "data").glob("*/*.train.bin")
+    os.utime(file, ns=(1, 1))
+    data.prepare(path, BYTES, 64, folder=tmp_path / "data")
+    assert computed[2:] == ["00000.train.bin"]
+
+
+def test_a_file_that_is_now_held_out_is_prepared_again(tmp_path):
+    """Though no file has changed: what decides is whether others are left to train on."""
+    write_c4(tmp_path / "c" / "test.json.gz", documents_of(30))
+    first = data.prepare(str(tmp_path / "c"), BYTES, 64, folder=tmp_path / "data")
+    assert len(decoded(first.train)) == 28
+    with pytest.MonkeyPatch.context() as patch:
+        sources = documents.sources(str(tmp_path / "c"))
+        patch.setattr(documents, "sources", lambda corpus: [sources[0]._replace(held_out=True)])
+        with pytest.raises(token_files.TooShort, match="0 training tokens in 30 documents"):
+            data.prepare(str(tmp_path / "c"), BYTES, 64, folder=tmp_path / "data")
+
+
+NAMES = {
+    "文" * 80 + ".txt": "文" * 33,
+    "é" * 120 + ".txt": "é" * 50,
+    "a" * 240 + ".txt": "a" * 100,
+    "wiki text.txt": "wiki text",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_long_name_is_cut_in_bytes_between_characters(tmp_path, name):
+    path = write_text(tmp_path / name, documents_of(4))
+    data.prepare(path, BYTES, 64, folder=tmp_path / "data")
+    (home,) = names(tmp_path / "data")
+    assert home.rpartition("-bytes-")[0] == NAMES[name]
+
+
+def test_a_folder_without_a_name_goes_by_its_own(tmp_path, monkeypatch):
+    """Such as "." and "..", where "-bytes-" would begin like a flag."""
+    write_c4(tmp_path / "books" / "a.json.gz", documents_of(4))
+    monkeypatch.chdir(tmp_path / "books")
+    for corpus in (".", "../books/", str(tmp_path / "books")):
+        assert token_files.short_name(corpus) == "books"
+    assert token_files.short_name("c4") == "c4"
+
+
 def interrupted(read, stops):
     """The same documents; before each whose number is in `stops`, the process is stopped once."""
 
@@ -191,7 +251,8 @@ def test_interrupted_anywhere_it_goes_on_and_ends_the_same(tmp_path, monkeypatch
         with pytest.raises(KeyboardInterrupt):
             data.prepare(path, BYTES, 64, folder=tmp_path / "parts")
         (home,) = (tmp_path / "parts").iterdir()
-        counted += [json.loads(p.read_text())["documents"] for p in home.glob("*.progress")]
+        for record in home.glob("*.progress"):
+            counted.append(token_files.documents_in(token_files.read(record)))
         if damage == "files cut short" and len(stops) == 2:
             os.truncate(home / "00000.train.bin", 10)
         if damage == "counts lost" and len(stops) == 2:
@@ -270,7 +331,10 @@ BAD = {
     "a picture": (b"\x89PNG\r\n\x1a\n", "not text: invalid"),
     "a zero byte": (b"abc\0def" * 1000, "zero byte"),
     "another encoding": ("é".encode("latin-1") * 100, "not text"),
-    "a line": (b"one short line\n", "too few"),
+    "a line": (
+        b"one short line\n",
+        "too few for a window of context 6000 [+] 1; give a longer text$",
+    ),
 }
 
 

@@ -90,6 +90,22 @@ def test_without_a_network_it_is_said_how_to_provide_the_vocabulary(monkeypatch,
     assert "\n" not in str(error.value)
 
 
+def test_without_a_network_the_reason_is_short_and_what_works_is_named(monkeypatch, tmp_path):
+    tokenizer.gpt2.cache_clear()
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tokenizer.tiktoken.registry, "ENCODINGS", {})
+    with pytest.raises(ValueError, match="cannot be fetched .no connection to its server.;") as e:
+        tokenizer.tokenizer("gpt2")
+    assert "train.py --model tiny and --tokenizer bytes need no network" in str(e.value)
+
+
+@needs_vocabulary
+def test_a_tokenizer_is_made_once(vocabulary):
+    """Every run of a grid asks for it."""
+    assert tokenizer.tokenizer("gpt2", 300) is tokenizer.tokenizer("gpt2", 300)
+    assert tokenizer.tokenizer("bytes") is tokenizer.tokenizer("bytes", 256)
+
+
 @pytest.mark.parametrize(
     "bad", [("gpt2", 256), ("gpt2", 50_258), ("gpt2", -1), ("words", 0), ("bytes", 300)]
 )
