@@ -91,6 +91,7 @@ def read_run(folder):
     run["outer_steps"] = int(run["steps"])
     run["has_inner_loop"] = "inner_warmup" in run
     run["warmup"] = float(run.get("warmup", 0))
+    run["warmup_steps"] = int(run.get("warmup_steps", 0))
     run["inner_warmup"] = float(run.get("inner_warmup", 0))
     run["target_loss"] = float(run.get("target_loss") or 0)
 
@@ -279,6 +280,7 @@ def compute_schedule(run):
         outer_steps=run.outer_steps,
         schedule=run.schedule,
         warmup=run.warmup,
+        warmup_steps=run.warmup_steps,
         inner_warmup=run.inner_warmup,
     )
     inner_step = np.arange(run.outer_steps * run.inner_steps)
@@ -295,7 +297,9 @@ def draw_schedules(ax, runs):
     """One curve for each schedule; runs: a table with a row for each."""
     for run in runs.itertuples():
         label = run.schedule.replace("+", "+\n")
-        if run.warmup:
+        if run.warmup_steps:
+            label += f",\nwarmup {run.warmup_steps} steps"
+        elif run.warmup:
             label += f",\nwarmup {run.warmup:g}"
         if run.inner_warmup:
             label += f",\ninner warmup {run.inner_warmup:g}"
@@ -443,7 +447,7 @@ def plan_batches(table, target):
 
 def plan_schedules(shown):
     """The schedules of the methods with an inner loop, and those of the others."""
-    settings = ["has_inner_loop", "schedule", "warmup", "inner_warmup"]
+    settings = ["has_inner_loop", "schedule", "warmup", "warmup_steps", "inner_warmup"]
     runs = shown.dropna(subset="schedule").drop_duplicates(settings)
     with_inner_loop = runs[runs.has_inner_loop]
     others = runs[~runs.has_inner_loop]

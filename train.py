@@ -738,7 +738,7 @@ def execute(run, corpus, signals):
     parallel.wait()  # or another process would find the folder half made
     checkpoint.open_folder(run.config.out, identity(run, corpus))
     windows = data.windows(corpus.train, run.network.context)
-    report.opening(run, corpus.meta, windows, state)
+    report.opening(run, data.describe(corpus.meta), windows, state)
     with jax.set_mesh(run.mesh), signals.deferred():
         rows = train(open_session(run, corpus, signals), state, rows)
     report.summary(run, rows)

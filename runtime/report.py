@@ -39,16 +39,15 @@ def table_row(row):
 # ---- before and after a run ----------------------------------------------------------------------
 
 
-def opening(run, meta, windows, state):
+def opening(run, text, windows, state):
     """Prints what a run is about to do.
 
-    meta: the counts of its text; windows: how many of them training has. state: where an earlier
+    text: its text, described; windows: how many of them training has. state: where an earlier
     command has stopped, None if there was none.
     """
     config, context = run.config, run.network.context
     print(f"{run.title} on {config.model}: {run.parameters:,} parameters, {describe_devices(run)}")
-    text = f"{describe_side(meta, 'train')} to train on, {describe_side(meta, 'val')} held out"
-    print(f"text {config.data}: {text}")
+    print(f"text {config.data}, {text}")
 
     inner = f"{run.settings.inner_steps} inner batches of {config.inner_batch} x {context}"
     print(f"{config.steps} outer steps of {config.batch:,} tokens: {inner} (sequences, positions)")
@@ -80,14 +79,6 @@ def describe_devices(run):
         reason = f"they do not divide an inner batch of {run.config.inner_batch} sequences"
         devices += f" ({idle} idle: {reason})"
     return devices
-
-
-def describe_side(meta, side):
-    """How much text there is to train on ("train"), or to validate on ("val")."""
-    number = meta[f"{side}_files"]
-    sources = "1 file" if number == 1 else f"{number:,} files"
-    documents = f"{meta[f'{side}_documents']:,} documents of {sources}"
-    return f"{meta[f'{side}_tokens']:,} tokens ({documents})"
 
 
 def describe_state(state, steps):

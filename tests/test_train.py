@@ -157,10 +157,7 @@ def test_the_opening_lines_say_what_will_be_done(here, capsys):
     lines = out[: out.index(report.header())].splitlines()
     assert lines[0].startswith("Gauss-Newton on tiny: 4,536 parameters, float32 on 4 x cpu")
     meta = data.prepare("text.txt", data.tokenizer("bytes"), 16).meta
-    sides = [f"{meta[f'{side}_tokens']:,} tokens" for side in ("train", "val")]
-    documents = [f"{meta[f'{side}_documents']:,} documents of 1 file" for side in ("train", "val")]
-    train_side, val_side = (f"{n} ({d})" for n, d in zip(sides, documents, strict=True))
-    assert lines[1] == f"text text.txt: {train_side} to train on, {val_side} held out"
+    assert lines[1] == f"text text.txt, {data.describe(meta)}"
     assert lines[2] == (
         "3 outer steps of 192 tokens: 3 inner batches of 4 x 16 (sequences, positions)"
     )
