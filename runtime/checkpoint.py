@@ -281,9 +281,7 @@ def check_folder(folder, flags, defaults):
     folder = Path(folder)
     if not folder.exists():
         return
-    # What a run may leave that was killed before it had a config.json.
-    unborn = {"lock", "config.json.draft"}
-    if folder.is_dir() and {path.name for path in folder.iterdir()} <= unborn:
+    if is_unborn(folder):
         return
 
     try:
@@ -300,6 +298,12 @@ def check_folder(folder, flags, defaults):
     if changes:
         what = "; ".join(changes)
         raise ValueError(f"{folder} holds another run ({what}); give another --out")
+
+
+def is_unborn(folder):
+    """Whether a folder has only what a run may leave that ended before it had a config.json."""
+    leavings = {"lock", "config.json.draft"}
+    return folder.is_dir() and {path.name for path in folder.iterdir()} <= leavings
 
 
 def read_config(folder):
