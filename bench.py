@@ -13,6 +13,7 @@ the optimizers, and a forward pass. A row shows
 import json
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -88,7 +89,7 @@ class Row(NamedTuple):
 
 
 def set_up(config):
-    """The network, the mesh of devices, and two inner batches on them.
+    """The settings with sizes filled in, the network, the mesh of devices, and two inner batches.
 
     Raises ValueError for a bad setting.
     """
@@ -106,7 +107,7 @@ def set_up(config):
     for _ in range(2):
         tokens = rng.integers(0, network.vocab_size, (size, network.context + 1))
         batches.append(parallel.put(mesh, tokens.astype(np.int32), parallel.rows))
-    return network, mesh, batches
+    return replace(config, inner_batch=size), network, mesh, batches
 
 
 # ---- the rows ------------------------------------------------------------------------------------
@@ -294,35 +295,91 @@ def line(result):
     )
 
 
-def run(config):
-    """Measures and prints the rows that are asked for. Raises ValueError for a bad setting."""
-    network, mesh, batches = set_up(config)
+def opening(about):
+    """What is measured and where, in one line."""
+    size = f"inner batches of {about['inner_batch']} x {about['context']}"
+    devices = f"{about['devices']} x {about['device']}"
+    parts = [about["model"], about["dtype"], size, devices, f"jax {about['jax']}"]
+    rate = f"{about['matmul_rate'] / 1e12:.1f} TFLOP/s"
+    return f"{', '.join(parts)}; one large product: {rate}"
+
+
+@contextmanager
+def reserved(path):
+    """Makes a file, and its folder, before anything is measured. It is removed if it stays empty.
+
+    Raises OSError if that cannot be. An empty path stands for no file.
+    """
+    if not path or jax.process_index() > 0:
+        yield
+        return
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch(exist_ok=False)
+    try:
+        yield
+    finally:
+        if path.stat().st_size == 0:
+            path.unlink()
+
+
+def choose(config, network, mesh, batches):
+    """The rows that are asked for. Raises ValueError if there are none."""
     words = [word for word in config.rows.split(",") if word] or [""]
-    device = jax.devices()[0].device_kind
-    rate = matmul_rate(network.dtype, mesh.size)
-    size = f"inner batches of {len(batches[0])} x {network.context}"
-    print(f"{config.model}, {network.dtype}, {size}, {mesh.size} x {device}, ", end="")
-    print(f"jax {jax.__version__}; one large product: {rate / 1e12:.1f} TFLOP/s\n{HEADER}")
-
-    results = []
-    with jax.set_mesh(mesh):
-        for row in rows(config, network, mesh, batches):
-            if any(word in row.name for word in words):
-                results.append(measure(config, network, rate, row))
-                print(line(results[-1]), flush=True)
-    if not results:
+    chosen = []
+    for row in rows(config, network, mesh, batches):
+        if any(word in row.name for word in words):
+            chosen.append(row)
+    if not chosen:
         raise ValueError(f"no row holds {' or '.join(words)}")
+    return chosen
 
-    if config.json:
-        about = {
-            "device": device,
-            "devices": mesh.size,
-            "jax": jax.__version__,
-            "commit": checkpoint.commit(),
-            "matmul_rate": rate,
-        }
-        text = json.dumps({**vars(config), **about, "rows": results}, indent=1)
-        checkpoint.write_file(config.json, lambda f: f.write(text.encode()))
+
+def describe(config, network, mesh, rate):
+    """What the file says besides the rows: the settings as they came out, and the machine."""
+    about = {
+        "inner_batch": config.inner_batch,
+        "context": network.context,
+        "dtype": network.dtype,
+        "vocab_size": network.vocab_size,
+        "device": jax.devices()[0].device_kind,
+        "devices": mesh.size,
+        "jax": jax.__version__,
+        "commit": checkpoint.commit(),
+        "matmul_rate": rate,
+    }
+    return vars(config) | about
+
+
+def run(config):
+    """Measures and prints the rows that are asked for. Raises ValueError for a bad setting.
+
+    What was measured is in the file after each row, so that nothing is lost where it is stopped.
+    """
+    config, network, mesh, batches = set_up(config)
+    chosen = choose(config, network, mesh, batches)
+    results = []
+    with reserved(config.json), jax.set_mesh(mesh):
+        rate = matmul_rate(network.dtype, mesh.size)
+        about = describe(config, network, mesh, rate)
+        print(opening(about), HEADER, sep="\n", flush=True)
+        try:
+            for row in chosen:
+                results.append(measure(config, network, rate, row))
+                if config.json:
+                    write(config.json, about | {"rows": results})
+                print(line(results[-1]), flush=True)
+        except KeyboardInterrupt:
+            if config.json and results:
+                what = f"{len(results)} of {len(chosen)} rows are in {config.json}"
+                raise KeyboardInterrupt(f"stopped; {what}") from None
+            raise
+
+
+def write(path, data):
+    """Writes data as JSON."""
+    text = json.dumps(data, indent=1)
+    checkpoint.write_file(path, lambda f: f.write(text.encode()))
 
 
 @command

@@ -10,6 +10,8 @@ Each figure is written as PNG and as SVG, if there are runs for it:
 
 Which runs are shown:
 
+- A folder of run folders, such as a grid's, stands for the runs in it.
+- What has no row yet, and what is no run, is left out, and a line says so.
 - Runs that differ only in their seed are a group. A curve is the mean over a group, and its band
   reaches from the smallest value to the largest. Steps that a run of the group lacks are left out.
 - A group with a run that diverged is never shown.
@@ -28,6 +30,8 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
+import matplotlib
 import numpy as np
 import pandas as pd
 from cycler import cycler
@@ -52,6 +56,7 @@ MARKERS = ["o", "s", "^", "v", "D", "P", "X"]
 CYCLE = cycler(color=COLORS) + cycler(linestyle=LINES) + cycler(marker=MARKERS)
 LOOKS = dict(zip(METHODS, itertools.cycle(CYCLE), strict=False))
 
+matplotlib.rcdefaults()  # whatever a person's matplotlibrc has
 rcParams["font.size"] = 8
 rcParams["axes.spines.top"] = False
 rcParams["axes.spines.right"] = False
@@ -82,8 +87,7 @@ def read_run(folder):
     group           a text that is equal for runs that differ only in their seed
     run             a text that is equal for runs that do not differ
     """
-    text = (folder / "config.json").read_text()
-    run = {"schedule": None} | json.loads(text)["config"]
+    run = {"schedule": None} | checkpoint.read_config(folder)["config"]
     run["title"] = METHODS[run["method"]].title
     run["place"] = list(METHODS).index(run["method"])
     run["inner_tokens"] = run["inner_batch"] * run["context"]
@@ -105,26 +109,78 @@ def read_run(folder):
     return run, [run | measured for measured in log.to_dict("records")]
 
 
-def read_runs(folders):
+def is_run(path):
+    """Whether a path is the folder of a run, maybe one that is damaged or has only begun."""
+    named = any((path / name).exists() for name in ("config.json", "log.jsonl"))
+    return named or checkpoint.is_unborn(path)
+
+
+def find_runs(paths):
+    """The folders of runs. A folder that is none stands for the runs in it.
+
+    What else is no run is left out, and a line says so. Raises ValueError if a path does not exist.
+    """
+    folders, others = [], []
+    for path in map(Path, paths):
+        if not path.exists():
+            raise ValueError(f"{path} does not exist")
+        found = [path]
+        if path.is_dir() and not is_run(path):
+            found = sorted(path.iterdir())
+        found = [folder for folder in found if is_run(folder)]
+        folders += found
+        if not found:
+            others.append(path)
+    say_left_out(others, "is no run", "are no runs")
+    return folders
+
+
+def has_row(folder):
+    """Whether a run has been evaluated yet."""
+    log = folder / "log.jsonl"
+    return log.exists() and log.stat().st_size > 0
+
+
+def read_runs(paths):
     """The table of all rows of all runs; of two equal runs, the later one counts.
 
-    Raises ValueError if a folder cannot be read, or if runs cannot be compared.
+    A line says which runs have no row yet. Raises ValueError if a run cannot be read, or if two
+    cannot be compared.
     """
-    first = None
+    folders = find_runs(paths)
+    rowless = [folder for folder in folders if not has_row(folder)]
+    say_left_out(rowless, "run has no row yet", "runs have no row yet")
+
+    runs = {}
     rows = {}
     for folder in folders:
+        if folder in rowless:
+            continue
         try:
-            run, log = read_run(Path(folder))
+            run, log = read_run(folder)
         except files.UNREADABLE as error:
             raise ValueError(f"{folder} is not a run that can be read: {error!r}") from None
-        first = first or run
+        runs[folder] = run
+        rows[run["run"]] = log
+    check_comparable(runs)
+    return pd.DataFrame(itertools.chain.from_iterable(rows.values()))
+
+
+def check_comparable(runs):
+    """Raises ValueError if the losses of {folder: flags} are not of one network and text."""
+    for folder, run in runs.items():
+        first_folder, first = next(iter(runs.items()))
         differ = [name for name in SAME if run.get(name) != first.get(name)]
         if differ:
-            pair = f"{folder} and {folders[0]}"
+            pair = f"{folder} and {first_folder}"
             raise ValueError(f"{pair} cannot be compared: they differ in {', '.join(differ)}")
-        if log:
-            rows[run["run"]] = log
-    return pd.DataFrame(itertools.chain.from_iterable(rows.values()))
+
+
+def say_left_out(paths, one, several):
+    """Says on standard error which paths are left out and why, if there are any."""
+    if paths:
+        why = one if len(paths) == 1 else several
+        print(f"{len(paths)} {why}: {', '.join(map(str, paths))}", file=sys.stderr)
 
 
 def drop_diverged(table):
@@ -496,10 +552,13 @@ def draw(table, target=None):
 # ---- the command line ----------------------------------------------------------------------------
 
 
+ABOUT = "Draws the paper's figures from run folders: python plot.py runs/* writes into figures/"
+
+
 def parse(argv):
     """The command line: runs, out and target. Raises ValueError for what is not valid."""
     usage = "plot.py RUN ... [--out FOLDER] [--target LOSS]"
-    parser = flags.Parser(usage=usage, description=__doc__.splitlines()[0])
+    parser = flags.Parser(usage=usage, description=ABOUT)
     out_help = "folder of the pictures [default figures]"
     target_help = "a loss [default: the smallest that every method reaches]"
     parser.add_argument("runs", nargs="+", help="folders of runs")
@@ -514,7 +573,8 @@ def save(figures, folder):
     for name, figure in figures.items():
         for kind in ("png", "svg"):
             path = folder / f"{name}.{kind}"
-            figure.savefig(path, metadata={"Date": None})  # equal runs give equal files
+            metadata = {"Date": None}  # equal runs give equal files
+            files.write_file(path, partial(figure.savefig, format=kind, metadata=metadata))
             print(path)
 
 
@@ -523,6 +583,8 @@ def main(words):
     """Runs the command line."""
     with blaming_input():
         options = parse(words)
+        files.check_writable(options.out)  # now, not when all is drawn
+        jax.config.update("jax_platforms", "cpu")  # a run may have the others
         table = keep_best(read_runs(options.runs))
         figures = draw(table, options.target)
     save(figures, options.out)

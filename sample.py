@@ -4,7 +4,6 @@ The model is the last one that the run in the folder RUN has saved. Ids are draw
 each from the probabilities that the model gives for the place after all the ids so far.
 """
 
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import model
-from runtime import checkpoint, files, flags
+from runtime import checkpoint, files, flags, parallel
 from runtime.command import blaming_input, command
 from text.tokenizer import tokenizer
 
@@ -28,7 +27,7 @@ def read(folder):
     Raises ValueError if the folder does not hold a run, or a run that has not saved its state.
     """
     try:
-        config = json.loads((Path(folder) / "config.json").read_text())["config"]
+        config = checkpoint.read_config(folder)["config"]
         network = read_network(config)
         ids = tokenizer(config["tokenizer"], config["vocab_size"])
         params = read_weights(Path(folder) / "checkpoint.npz", network)
@@ -58,10 +57,12 @@ def read_weights(path, network):
         field = ".average"
 
     def find(where, like):
-        a = arrays[field + jax.tree_util.keystr(where)]
-        if (a.shape, a.dtype) != (like.shape, like.dtype):
-            raise ValueError("its arrays are not of the sizes that config.json says")
-        return a
+        name = field + jax.tree_util.keystr(where)
+        difference = checkpoint.find_difference({name: arrays[name]}, {name: like})
+        if difference:
+            what = "its arrays are not of the sizes that config.json says"
+            raise ValueError(f"{what}: {difference}")
+        return arrays[name]
 
     like = jax.eval_shape(partial(model.init, network), jax.random.key(0))
     return jax.tree_util.tree_map_with_path(find, like)
@@ -93,18 +94,20 @@ def generate(folder, text, seed=0):
     return tok.decode(ids[1:])
 
 
+ABOUT = 'Prints how a trained model continues a text: python sample.py --out RUN "text"'
+
+
 @command
 def main(words):
     """Runs the command line."""
-    parser = flags.Parser(
-        usage='sample.py --out RUN "text" [--seed N]', description=__doc__.split("\n")[0]
-    )
+    parser = flags.Parser(usage='sample.py --out RUN "text" [--seed N]', description=ABOUT)
     parser.add_argument("text", type=flags.utf8, help="what the model continues")
     parser.add_argument("--out", required=True, type=flags.utf8, help="the folder of a run")
     parser.add_argument("--seed", default=0, type=flags.count, help="of what is drawn [default 0]")
     with blaming_input():
         options = parser.parse_args(words)
         flags.check_range(options, ["seed"], least=0, below=2**32)
+        parallel.check_devices()
         checkpoint.keep_programs("data/compiled")
         print(generate(options.out, options.text, options.seed))
 

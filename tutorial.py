@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 
 import gn
 import model
-from runtime import flags
+from runtime import files, flags
 from runtime.command import blaming_input, command
 
 DAMPING = 0.03  # λ
@@ -397,14 +397,20 @@ def teach(out):
     return one_step, comparison, uphill, errors
 
 
+ABOUT = "Gauss-Newton on a network so small that its matrix G can be written down and inverted"
+
+
 @command
 def main(words):
     """Runs the command line."""
-    parser = flags.Parser(description=__doc__.split("\n")[0])
+    parser = flags.Parser(description=ABOUT)
     out_help = "folder of the picture [default figures]"
     parser.add_argument("--out", type=Path, default="figures", help=out_help)
     with blaming_input():
         options = parser.parse_args(words)
+    files.check_writable(options.out)  # now, not when all is computed
+    # A CPU is fast enough, and every CPU computes in 64 bits.
+    jax.config.update("jax_platforms", "cpu")
     # The programs are small: optimizing them takes longer than it saves.
     jax.config.update("jax_disable_most_optimizations", True)
     # Numbers of 64 bits, to see that what is equal is so to 14 digits.

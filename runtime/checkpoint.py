@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import zipfile
@@ -46,9 +47,10 @@ def remove(path):
         Path(f"{path}.draft").unlink(missing_ok=True)
 
 
-def save(path, tree):
+def save(path, tree, shared=False):
     """Writes a tree of arrays as .npz: each array in its own dtype, under its path in the tree.
 
+    shared: whether another run may write the file at the same time; then one waits for the other.
     Reads the file again before it gets its name. Raises OSError if what is read is not what was
     written, by the checksum that a zip file holds of each of its parts.
     """
@@ -61,7 +63,10 @@ def save(path, tree):
     arrays = {}
     for where, a in jax.tree_util.tree_leaves_with_path(tree):
         arrays[jax.tree_util.keystr(where)] = parallel.whole(a)
-    write_file(path, lambda f: np.savez(f, **arrays), check)
+    with ExitStack() as stack:
+        if shared and jax.process_index() == 0:
+            stack.enter_context(files.locked(Path(path).with_name("lock")))
+        write_file(path, lambda f: np.savez(f, **arrays), check)
 
 
 def read_arrays(path):
@@ -80,15 +85,38 @@ def load(path, like):
     those of `like`.
     """
     arrays = read_arrays(path)
-    found = {name: (a.shape, a.dtype) for name, a in arrays.items()}
-    expected = {}
     leaves, structure = jax.tree_util.tree_flatten_with_path(like)
-    for where, a in leaves:
-        expected[jax.tree_util.keystr(where)] = a.shape, a.dtype
-    if found != expected:
-        raise ValueError(f"{path} holds other arrays than this run has")
+    expected = {jax.tree_util.keystr(where): a for where, a in leaves}
+    difference = find_difference(arrays, expected)
+    if difference:
+        raise ValueError(f"{path} holds other arrays than this run has: {difference}")
     in_order = [jnp.asarray(arrays[name]) for name in expected]
     return jax.tree_util.tree_unflatten(structure, in_order)
+
+
+def find_difference(found, expected):
+    """The first difference in names, shapes and dtypes of two {name: array}, as a text, or None."""
+    for name in expected | found:
+        there, here = describe(found.get(name)), describe(expected.get(name))
+        if there == here:
+            continue
+        difference = f"{name} is {there} there, {here} here"
+        if without_width(there) == without_width(here):
+            difference += "; is JAX_ENABLE_X64 another one than it was then?"
+        return difference
+    return None
+
+
+def describe(a):
+    """The dtype and the shape of an array, such as float32 [2, 3]."""
+    if a is None:
+        return "missing"
+    return f"{a.dtype} {list(a.shape)}"
+
+
+def without_width(description):
+    """What `describe` says, without whether its numbers are of 32 or of 64 bits."""
+    return re.sub("(float|int)(32|64) ", r"\1 ", description)
 
 
 # ---- the state of a run ----
@@ -181,7 +209,7 @@ def read_log(folder):
     if not path.exists():
         return []
     try:
-        return [json.loads(line) for line in path.read_text().splitlines()]
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (ValueError, RecursionError) as error:
         raise OSError(f"{path} cannot be read: {error}") from None
 
@@ -228,9 +256,20 @@ def alone(folder):
                 stack.enter_context(files.locked(Path(folder) / "lock", wait=False))
             except BlockingIOError:
                 taken = True
-        if parallel.largest(taken):
-            raise ValueError(f"{folder} is in use by another run; give another --out")
+        refuse_taken(folder, taken)
         yield
+
+
+def check_free(folder):
+    """Raises ValueError if another run has the folder now. Creates nothing, keeps nothing open."""
+    taken = jax.process_index() == 0 and files.is_locked(Path(folder) / "lock")
+    refuse_taken(folder, taken)
+
+
+def refuse_taken(folder, taken):
+    """Raises ValueError in all processes if one of them found that another run has the folder."""
+    if parallel.largest(taken):
+        raise ValueError(f"{folder} is in use by another run; give another --out")
 
 
 def check_folder(folder, flags, defaults):
@@ -242,15 +281,14 @@ def check_folder(folder, flags, defaults):
     folder = Path(folder)
     if not folder.exists():
         return
-    # What a run may leave that was killed before it had a config.json.
-    unborn = {"lock", "config.json.draft"}
-    if folder.is_dir() and {path.name for path in folder.iterdir()} <= unborn:
+    if is_unborn(folder):
         return
 
     try:
         saved = read_config(folder)
         then = defaults | saved["config"]
         saved["about"]["code"]  # open_folder needs it
+        dict(saved["about"].get("jax_settings", {}))  # and this, but older runs lack it
     except files.UNREADABLE:
         raise ValueError(f"{folder} is there and is not a run; give another --out") from None
     changes = []
@@ -262,16 +300,27 @@ def check_folder(folder, flags, defaults):
         raise ValueError(f"{folder} holds another run ({what}); give another --out")
 
 
+def is_unborn(folder):
+    """Whether a folder has only what a run may leave that ended before it had a config.json."""
+    leavings = {"lock", "config.json.draft"}
+    return folder.is_dir() and {path.name for path in folder.iterdir()} <= leavings
+
+
 def read_config(folder):
     """What config.json of a run's folder holds."""
-    return json.loads((Path(folder) / "config.json").read_text())
+    return json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
 
 
 def open_folder(folder, flags):
-    """Creates the folder of a run. If it is there, says so if the code has changed since then."""
+    """Creates the folder of a run. If it is there, says what has changed since then.
+
+    That is the code, and variables of the shell that change what JAX computes.
+    """
     path = Path(folder) / "config.json"
     if path.exists():
-        warn_of_other_code(folder, read_config(folder)["about"]["code"])
+        about = read_config(folder)["about"]
+        warn_of_other_code(folder, about["code"])
+        warn_of_other_settings(folder, about.get("jax_settings", {}))
         return
     device = jax.devices()[0]
     about = {
@@ -279,6 +328,7 @@ def open_folder(folder, flags):
         "code": code(),
         "python": sys.version.split()[0],
         "jax": jax.__version__,
+        "jax_settings": jax_settings(),
         "numpy": np.__version__,
         "device": f"{device.platform}: {device.device_kind}",
     }
@@ -297,7 +347,7 @@ def code():
     for room in ROOMS:
         for path in sorted((ROOT / room).glob("*.py")):
             if path.stem not in SHOWING:
-                contents.append([path.name, path.read_text()])
+                contents.append([path.name, path.read_text(encoding="utf-8")])
     return files.digest(contents)
 
 
@@ -307,11 +357,43 @@ def warn_of_other_code(what, code_then):
         print(f"{what} was begun with other code than the present one", file=sys.stderr)
 
 
+def jax_settings():
+    """{name: value} of JAX's own settings that change the numbers of a run.
+
+    A person sets them by variables of the same names, in capitals.
+    """
+    names = (
+        "jax_enable_x64",
+        "jax_default_matmul_precision",
+        "jax_default_prng_impl",
+        "jax_threefry_partitionable",
+    )
+    return {name: getattr(jax.config, name) for name in names}
+
+
+def warn_of_other_settings(folder, then):
+    """Says so if a run was begun with other `jax_settings`; the run goes on."""
+    now = jax_settings()
+    changes = []
+    for name, value in then.items():
+        if now.get(name) != value:
+            changes.append(f"{name} {value} -> {now.get(name)}")
+    if changes:
+        print(
+            f"{folder} was begun with other settings of JAX: {'; '.join(changes)}", file=sys.stderr
+        )
+
+
 def commit():
     """The git commit of this code, with "-dirty" if files differ; None outside of a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    # Not the commit of another repository: of one that variables name, as they do in a git hook, or
+    # of one that this code lies in.
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    variables["GIT_CEILING_DIRECTORIES"] = str(ROOT.parent)
+    options = {"capture_output": True, "text": True, "check": True}
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, cwd=ROOT, env=variables, **options)
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()

@@ -83,9 +83,9 @@ def explain(error):
     if isinstance(error, Stop):
         return 128 + error.number, "stopped; the same command goes on from here"
     if isinstance(error, KeyboardInterrupt):
-        return 128 + signal.SIGINT, "stopped"
+        return 128 + signal.SIGINT, str(error) or "stopped"
     if isinstance(error, BrokenPipeError):
-        return 128 + signal.SIGPIPE, ""
+        return 128 + 13, ""  # SIGPIPE, which Windows does not have
     if isinstance(error, OSError):
         return 1, error
     if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
@@ -108,7 +108,7 @@ def open_streams():
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # it gets the lowest number that is free
     if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  until the process ends
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  until the process ends
     if sys.stderr is None:
         sys.stderr = sys.stdout
     for stream in (sys.stdout, sys.stderr):

@@ -1,11 +1,13 @@
 """Files that are never half written, and files that one process holds at a time."""
 
-import fcntl
+import errno
 import hashlib
 import json
 import os
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 # What may be raised by reading JSON from a damaged file, and by using what it holds.
 UNREADABLE = (
@@ -39,27 +41,30 @@ def write_file(path, write, check=None):
     """Writes a file by write(file) such that `path` is never half written.
 
     The bytes go to a draft beside it, which is synced to disk, checked by check(draft) if that is
-    given, and only then renamed to `path`. Of two processes that write the same file, one waits for
-    the other. A draft that a killed process has left is written over.
+    given, and only then renamed to `path`. A draft that a killed process has left is written over.
+    If two processes may write the same file at once, the caller must hold a lock.
     """
     draft = Path(f"{path}.draft")
-    with named(path), locked(draft, make_folder=False) as f:
+    with named(path):
         try:
-            f.truncate(0)
-            write(f)
-            f.flush()
-            os.fsync(f.fileno())
+            with open(draft, "wb") as f:
+                write(f)
+                f.flush()
+                os.fsync(f.fileno())
             if check:
                 check(draft)
+            os.replace(draft, path)  # after it is closed: Windows renames no open file
         except BaseException:
-            draft.unlink()
+            with suppress(OSError):  # what went wrong first counts
+                draft.unlink()
             raise
-        os.replace(draft, path)  # from here on, another process may have a draft
         sync(draft.parent)
 
 
 def sync(folder):
     """Makes sure that the names of the files in a folder are on disk, after a rename."""
+    if os.name == "nt":
+        return  # Windows opens no folder
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -67,26 +72,48 @@ def sync(folder):
         os.close(descriptor)
 
 
+def check_writable(folder):
+    """Raises OSError if no file can be made in a folder, which need not be there yet. Makes none.
+
+    It looks at the folder, or at the nearest one above it that is there.
+    """
+    nearest = Path(folder).absolute()
+    while not os.path.lexists(nearest):
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(nearest))
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(nearest))
+
+
 @contextmanager
-def locked(path, wait=True, make_folder=True):
-    """Holds a file, which is created if it is not there, as the only process.
+def locked(path, wait=True):
+    """Holds a file as the only process. The file and its folder are created if they are not there.
 
     The hold ends with the context or with the process, however it ends. If another process holds
-    the file, it waits, or raises BlockingIOError if `wait` is false.
+    the file, it waits, or raises BlockingIOError if `wait` is false. A file that its holder has
+    removed counts no more: who waited for it makes a new one.
     """
-    how = fcntl.LOCK_EX
-    if not wait:
-        how |= fcntl.LOCK_NB
+    lock = FileLock(path)
+    while not lock.is_locked:
+        try:
+            lock.acquire(timeout=-1 if wait else 0)
+        except Timeout:
+            raise BlockingIOError(f"{path} is held by another process") from None
+        except FileNotFoundError:
+            continue  # its holder has removed the folder, which the next turn makes again
+    try:
+        yield
+    finally:
+        lock.release()
 
-    held = False
-    while not held:
-        if make_folder:
-            os.makedirs(path.parent, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        with open(descriptor, "r+b") as f:
-            fcntl.flock(f, how)
-            # While this process waited, the holder may have renamed or removed the file.
-            with suppress(FileNotFoundError):
-                held = os.path.samefile(path, descriptor)
-            if held:
-                yield f
+
+def is_locked(path):
+    """Whether a process holds a file at this moment. Creates nothing and keeps nothing open."""
+    if not Path(path).exists():
+        return False
+    try:
+        with locked(path, wait=False):
+            return False
+    except BlockingIOError:
+        return True

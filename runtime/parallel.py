@@ -12,10 +12,12 @@ A method needs two of these functions: `mean` around what it computes from a bat
 place of jax.jit. On one device both change nothing.
 """
 
+import importlib.util
 import os
 import secrets
 import sys
 import time
+from contextlib import suppress
 from functools import partial, wraps
 from pathlib import Path
 
@@ -24,44 +26,113 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+# For several processes: host:port of the first one, how many there are, which of them this one is.
+ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+
 
 def start():
-    """Joins the processes of a run if variables say that there are several.
+    """Joins the processes of a run if variables say that there are several, and chooses devices.
 
-    Call it before JAX is used. The variables are JAX_COORDINATOR_ADDRESS (host:port),
-    JAX_NUM_PROCESSES and JAX_PROCESS_ID, or what srun or mpirun sets. Only the first process
-    prints. Raises ValueError if one of the three is missing.
+    Call it before JAX is used. The variables are ADDRESS, COUNT and INDEX, or what srun or mpirun
+    sets. Only the first process prints. Raises ValueError if a variable makes no sense, if one of
+    the three is missing, or if there are no devices of the kind that JAX_PLATFORMS asks for.
 
     A single process turns a CPU into as many devices as it has cores, because one device hardly
     uses a second core.
     """
-    variables = os.environ
     cores = os.cpu_count() or 1
-    xla_flags = variables.get("XLA_FLAGS", "")
-    # A shell inside a SLURM job also has SLURM_NTASKS, but no step.
-    srun = variables.get("SLURM_NTASKS", "1") != "1" and "SLURM_STEP_NODELIST" in variables
-    mpirun = "OMPI_MCA_orte_hnp_uri" in variables
-
-    if "JAX_COORDINATOR_ADDRESS" in variables:
-        count = variables.get("JAX_NUM_PROCESSES")
-        index = variables.get("JAX_PROCESS_ID")
-        jax.distributed.initialize(
-            num_processes=count and int(count),
-            process_id=index and int(index),
-        )
-    elif srun or mpirun:
-        jax.distributed.initialize()
-    elif jax.config.jax_num_cpu_devices < 0 and "device_count" not in xla_flags:
+    flags = read_xla_flags()
+    alone = not join(os.environ)
+    if alone and jax.config.jax_num_cpu_devices < 0 and "device_count" not in flags:
         # At most 8, the sequences in an inner batch of `tiny`.
         jax.config.update("jax_num_cpu_devices", min(8, cores))
 
-    if "xla_gpu_enable_triton_gemm" not in xla_flags:  # fewer programs to try, and faster here
-        variables["XLA_FLAGS"] = f"{xla_flags} --xla_gpu_enable_triton_gemm=false"
+    add_xla_flag(flags)
     # XLA's threads: those that wait for another device must leave it some.
     threads = 2 * max(cores, jax.config.jax_num_cpu_devices)
-    variables.setdefault("NPROC", str(threads))
+    os.environ.setdefault("NPROC", str(threads))
+    check_devices()
     if jax.process_index() > 0:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  until the process ends
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  until the process ends
+
+
+def join(variables):
+    """Joins the processes of a run; returns False if this one is alone. Raises ValueError."""
+    # A shell inside a SLURM job also has SLURM_NTASKS, but no step.
+    srun = variables.get("SLURM_NTASKS", "1") != "1" and "SLURM_STEP_NODELIST" in variables
+    mpirun = "OMPI_MCA_orte_hnp_uri" in variables
+    given = {name: variables[name] for name in (ADDRESS, COUNT, INDEX) if variables.get(name)}
+    if not given:
+        if srun or mpirun:
+            jax.distributed.initialize()
+        return srun or mpirun
+
+    check_variables(given)
+    missing = {ADDRESS, COUNT, INDEX} - set(given)
+    if missing and not (srun or mpirun):  # which know the others
+        names = ", ".join(sorted(missing))
+        raise ValueError(f"{', '.join(given)} without {names}: several processes need all three")
+    count = given.get(COUNT)
+    index = given.get(INDEX)
+    jax.distributed.initialize(
+        num_processes=count and int(count),
+        process_id=index and int(index),
+    )
+    return True
+
+
+def check_variables(given):
+    """Raises ValueError if a value of {name: value} is none that `join` can use."""
+    for name in (COUNT, INDEX):
+        value = given.get(name, "1")
+        if not value.isdecimal():
+            raise ValueError(f"{name} is {value!r}; it must be a whole number")
+    if COUNT in given and int(given.get(INDEX, 0)) >= int(given[COUNT]):
+        index = given.get(INDEX, 0)
+        raise ValueError(f"{INDEX} is {index}; it must be below {COUNT}, which is {given[COUNT]}")
+    host, _, port = given.get(ADDRESS, "host:1").rpartition(":")
+    if not (host and port.isdecimal()):
+        raise ValueError(f"{ADDRESS} is {given[ADDRESS]!r}; it must be host:port")
+
+
+def check_devices():
+    """Raises ValueError if there are no devices of the kind that JAX_PLATFORMS asks for."""
+    platforms = jax.config.jax_platforms
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError, AttributeError) as error:  # whichever JAX comes upon
+        if not platforms:
+            raise
+        reason = "it finds none here"
+        if isinstance(error, RuntimeError):
+            reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"JAX_PLATFORMS is {platforms}, but JAX cannot use that: {reason}"
+        ) from None
+
+
+def read_xla_flags():
+    """XLA's flags as the person who started this has set them: in XLA_FLAGS, or in a file."""
+    text = os.environ.get("XLA_FLAGS", "")
+    if is_file_name(text):
+        with suppress(OSError):
+            return Path(text).read_text(encoding="utf-8", errors="replace")
+    return text
+
+
+def is_file_name(xla_flags):
+    """Whether XLA takes the value of XLA_FLAGS for the name of a file of flags."""
+    return bool(xla_flags.strip()) and not xla_flags.lstrip().startswith("-")
+
+
+def add_xla_flag(flags):
+    """Adds a flag for GPUs to XLA_FLAGS, unless they name a file or already have that flag."""
+    before = os.environ.get("XLA_FLAGS", "")
+    # Without a GPU it would be of no use, and a later XLA that does not know it would end here.
+    has_gpu = importlib.util.find_spec("jax_plugins") is not None
+    if has_gpu and not is_file_name(before) and "xla_gpu_enable_triton_gemm" not in flags:
+        # Fewer programs to try, and faster here.
+        os.environ["XLA_FLAGS"] = f"{before} --xla_gpu_enable_triton_gemm=false".lstrip()
 
 
 def mesh(inner_batch, shard=False):

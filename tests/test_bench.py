@@ -116,6 +116,7 @@ def test_rows_selects(main, capsys):
         (["--inner-steps", "0"], "inner_steps is 0; it must be at least 1"),
         (["--repeat", "0"], "repeat is 0; it must be at least 1"),
         (["--json", "."], "--json . exists"),
+        (["--rows", "forwards,gnu"], "no row holds forwards or gnu"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(main, capsys, monkeypatch, flags, line):
@@ -128,6 +129,41 @@ def test_bad_input_is_one_line_and_status_2(main, capsys, monkeypatch, flags, li
     assert err.startswith(f"bench.py: {line}")
     assert err.count("\n") == 1
     assert err.endswith("\n")
+
+
+def test_a_file_that_cannot_be_made_ends_it_before_anything_is_measured(main, capsys, monkeypatch):
+    """Exit status 1 and one line. A folder that is not there yet is made."""
+    monkeypatch.setattr(bench, "matmul_rate", None)
+    Path("file").touch()
+    assert main("--json", "file/a.json") == 1
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith("bench.py: ") and "file" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("measured", [0, 2])
+def test_ctrl_c_loses_no_row(main, capsys, monkeypatch, measured):
+    """The file, in a new folder, has the rows so far. Where there are none, no file is left."""
+    original = bench.measure
+    left = measured * [original]
+
+    def measure(*args):
+        if not left:
+            raise KeyboardInterrupt
+        return left.pop()(*args)
+
+    monkeypatch.setattr(bench, "measure", measure)
+    path = Path("new/folder/a.json")
+    assert main("--json", str(path), "--rows", "optimizer") == 130
+    out, err = capsys.readouterr()
+    if measured:
+        names = [row["name"] for row in json.loads(path.read_text())["rows"]]
+        assert names == ["adamw: optimizer update", "muon: optimizer update"]
+        assert err == f"bench.py: stopped; 2 of 3 rows are in {path}\n"
+        assert len(table(out)) == 2
+    else:
+        assert err == "bench.py: stopped\n"
+        assert list(path.parent.iterdir()) == []
 
 
 @pytest.mark.parametrize("durations, calls", [([9, 0.05], 4), ([9, 7], 1)])

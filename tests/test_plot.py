@@ -1,10 +1,13 @@
 """The figures: which are drawn of which runs, that they show the logs' numbers, what is refused."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import AS_A_USER
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
@@ -337,11 +340,85 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path, capsys):
         assert not (tmp_path / "out").exists()
 
 
-def test_a_picture_that_cannot_be_written_is_a_failure_of_the_machine(tmp_path, capsys):
-    """Exit status 1, and one line."""
+def test_a_picture_that_cannot_be_written_is_a_failure_of_the_machine(
+    tmp_path, capsys, monkeypatch
+):
+    """Exit status 1, and one line, before any run is read."""
     (tmp_path / "runs").mkdir()
     (tmp_path / "file").touch()
     run = Run(tmp_path / "runs")
+    monkeypatch.setattr(plot, "read_runs", None)
     assert plot.main([run.folder, "--out", str(tmp_path / "file")]) == 1
     printed = capsys.readouterr()
     assert printed.err.startswith("plot.py: ") and printed.err.count("\n") == 1
+
+
+def begin_runs(path):
+    """The folders of runs that ended at each moment before their first row."""
+    folders = [path / name for name in ("begun-0", "begun-1", "begun-2", "begun-3")]
+    for folder in folders:
+        folder.mkdir()
+    for folder in folders[1:]:
+        (folder / "lock").touch()
+    (folders[2] / "config.json.draft").write_text('{"conf')
+    (folders[3] / "config.json").write_text("{}")
+    (folders[3] / "warmup.npz").touch()
+    return folders
+
+
+def test_what_has_no_row_yet_or_is_no_run_is_left_out_and_said(tmp_path, capsys):
+    """`plot.py runs/*` after a grid was interrupted, with a note and other pictures beside it."""
+    (tmp_path / "runs").mkdir()
+    runs = [Run(tmp_path / "runs"), Run(tmp_path / "runs", "adamw")]
+    begun = begin_runs(tmp_path / "runs")
+    (tmp_path / "runs" / "notes.txt").touch()
+    (tmp_path / "runs" / "pictures").mkdir()
+    (tmp_path / "runs" / "pictures" / "loss.png").touch()
+    paths = sorted((tmp_path / "runs").iterdir())
+    assert plot.main([*map(str, paths), "--out", str(tmp_path / "out")]) == 0
+    others = f"{tmp_path}/runs/notes.txt, {tmp_path}/runs/pictures"
+    said = [
+        f"2 are no runs: {others}",
+        f"4 runs have no row yet: {', '.join(map(str, begun))}",
+    ]
+    assert capsys.readouterr().err.splitlines() == said
+
+    # One folder below is the same as all that it holds, but for what is no run there.
+    assert {*plot.read_runs([tmp_path / "runs"]).run} == {
+        *plot.read_runs(r.folder for r in runs).run
+    }
+    assert capsys.readouterr().err.splitlines() == said[1:]
+
+    assert plot.main([str(begun[1]), "--out", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"1 run has no row yet: {begun[1]}",
+        "plot.py: none of these runs has a loss to show",
+    ]
+    assert not (tmp_path / "none").exists()
+
+
+def test_figures_are_the_same_whatever_the_shell_says(tmp_path):
+    """A person's matplotlibrc, a locale without UTF-8, a platform of JAX that is not there, -OO."""
+    run = Run(tmp_path)
+    path = Path(run.folder, "config.json")
+    config = json.loads(path.read_text())
+    config["config"]["data"] = "größe.txt"
+    path.write_text(json.dumps(config, ensure_ascii=False), encoding="utf-8")
+    (tmp_path / "matplotlibrc").write_text("text.usetex: true\nlines.color: red\nfont.size: 30\n")
+    strange = {
+        "MATPLOTLIBRC": str(tmp_path / "matplotlibrc"),
+        "MPLBACKEND": "module://not_there",
+        "JAX_PLATFORMS": "cuda",
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+    }
+    command = [sys.executable, "-OO", plot.__file__, run.folder, "--out", str(tmp_path / "strange")]
+    done = subprocess.run(command, env=AS_A_USER | strange, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert plot.main([run.folder, "--out", str(tmp_path / "plain")]) == 0
+    names = [path.name for path in (tmp_path / "plain").iterdir()]
+    assert len(names) == 6
+    for name in names:
+        content = (tmp_path / "plain" / name).read_bytes()
+        assert (tmp_path / "strange" / name).read_bytes() == content

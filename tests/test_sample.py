@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from conftest import everything, run
@@ -80,4 +81,14 @@ def test_a_run_whose_settings_are_not_of_its_arrays_is_said(here, capsys):
     Path("r/config.json").write_text(json.dumps(config))
     capsys.readouterr()
     assert sample.main(["a", "--out", "r"]) == 2
-    assert "its arrays are not of the sizes that config.json says" in capsys.readouterr().err
+    said = "its arrays are not of the sizes that config.json says: .average['blocks']['w_down'] is "
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_of_numbers_of_another_width_is_said_with_its_cause(here, capsys):
+    assert run("--method", "muon", "--out", "r", "--steps", "1") == 0
+    capsys.readouterr()
+    with jax.enable_x64(True):
+        assert sample.main(["a", "--out", "r"]) == 2
+    err = capsys.readouterr().err
+    assert "is float32 [1, 8] there, float64 [1, 8] here; is JAX_ENABLE_X64 another one" in err

@@ -2,12 +2,13 @@
 
 import json
 import os
-import resource
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from conftest import AS_A_USER, SEARCH, SMALL, assert_same, everything, rows, ru
 import baselines
 import data
 import train
-from runtime import checkpoint, command, live
+from runtime import checkpoint, command, files, live
 from text import token_files
 
 
@@ -430,6 +431,7 @@ def test_a_save_that_reads_back_wrong_leaves_the_one_before(here, capsys, monkey
 @contextmanager
 def full_disk(size):
     """Within it, a write beyond the first `size` bytes of a file fails, as on a full disk."""
+    resource = pytest.importorskip("resource")  # which Windows does not have
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -480,8 +482,13 @@ def test_it_is_saved_inside_an_outer_step_when_minutes_have_passed(here, monkeyp
 
 def test_a_folder_that_is_in_use_is_refused(here, capsys):
     """By a lock that goes with its holder: a dead run keeps none."""
+    checkpoint.check_free("r")
+    assert not Path("r").exists()
     with checkpoint.alone("r"):
         assert run("--method", "muon", "--out", "r") == 2
+        with pytest.raises(ValueError, match="r is in use by another run; give another --out"):
+            checkpoint.check_free("r")
+    checkpoint.check_free("r")
     err = capsys.readouterr().err
     assert "r is in use by another run; give another --out" in err and err.count("\n") == 1
     assert [path.name for path in Path("r").iterdir()] == ["lock"]
@@ -583,10 +590,9 @@ def test_a_warm_up_of_other_arrays_is_made_again(here, capsys):
     checkpoint.save(path, {"params": np.zeros(3)})
     capsys.readouterr()
     assert run("--method", "muon", "--out", "b") == 0
-    assert (
-        f"{path} holds other arrays than this run has; the warm-up is made again"
-        in capsys.readouterr().err
-    )
+    err = capsys.readouterr().err
+    assert err.startswith(f"{path} holds other arrays than this run has: ['code'] is missing there")
+    assert err.endswith("; the warm-up is made again\n")
     assert_same_run("a", "b")
 
 
@@ -648,6 +654,65 @@ def test_outside_of_a_checkout_there_is_no_commit(monkeypatch):
     assert checkpoint.commit() is None
 
 
+def test_the_commit_is_never_one_of_another_repository(tmp_path, monkeypatch):
+    """Neither of one that variables name, as in a git hook, nor of one that the code lies in."""
+
+    def git(*words):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init")
+    git("-c", "user.name=a", "-c", "user.email=b", "commit", "--allow-empty", "-m", "another")
+    monkeypatch.setattr(checkpoint, "ROOT", tmp_path)
+    its_own = checkpoint.commit()
+    assert re.fullmatch("[0-9a-f]{40}", its_own)
+
+    (tmp_path / "code").mkdir()
+    monkeypatch.setattr(checkpoint, "ROOT", tmp_path / "code")
+    assert checkpoint.commit() is None
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(tmp_path))
+    assert checkpoint.commit() is None
+
+
+def test_a_file_that_two_runs_write_is_written_by_one_at_a_time(tmp_path, monkeypatch):
+    """Two threads, each with a draft of the same name: both files are whole."""
+    drafts = []
+    original = files.write_file
+
+    def slow(path, write, check=None):
+        drafts.append("begin")
+        time.sleep(0.2)
+        original(path, write, check)
+        drafts.append("end")
+
+    monkeypatch.setattr(files, "write_file", slow)
+    path = tmp_path / "a.npz"
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda x: checkpoint.save(path, {"x": x}, shared=True), np.arange(2)))
+    assert drafts == ["begin", "end"] * 2
+
+
+def test_a_resume_under_other_settings_of_jax_says_so(here, capsys):
+    """The numbers may differ from there on; an older run, which kept no record, says nothing."""
+    assert run("--method", "muon", "--out", "r", "--steps", "1") == 0
+    path = Path("r/config.json")
+    whole = json.loads(path.read_text())
+    assert whole["about"]["jax_settings"] == checkpoint.jax_settings()
+
+    for settings, said in (
+        ({"jax_default_prng_impl": "rbg"}, "jax_default_prng_impl rbg -> threefry2x32"),
+        (None, ""),
+    ):
+        about = dict(whole["about"], jax_settings=settings)
+        if settings is None:
+            del about["jax_settings"]
+        path.write_text(json.dumps(whole | {"about": about}))
+        capsys.readouterr()
+        assert run("--method", "muon", "--out", "r", "--steps", "1") == 0
+        err = capsys.readouterr().err
+        assert err == (said and f"r was begun with other settings of JAX: {said}\n")
+
+
 def test_a_failed_save_leaves_the_old_file(tmp_path):
     path = tmp_path / "a.npz"
     checkpoint.save(path, {"x": jnp.arange(3)})
@@ -666,9 +731,30 @@ X, Y = jnp.zeros(3, jnp.int32), jnp.zeros(1)
 
 
 @pytest.mark.parametrize(
-    "like", [{"y": X}, {"x": jnp.zeros(4, jnp.int32)}, {"x": jnp.zeros(3)}, {"x": X, "y": Y}]
+    "like, difference",
+    [
+        ({"y": X}, "['y'] is missing there, int32 [3] here"),
+        ({"x": jnp.zeros(4, jnp.int32)}, "['x'] is int32 [3] there, int32 [4] here"),
+        ({"x": jnp.zeros(3)}, "['x'] is int32 [3] there, float32 [3] here"),
+        ({"x": X, "y": Y}, "['y'] is missing there, float32 [1] here"),
+        ({}, "['x'] is int32 [3] there, missing here"),
+    ],
 )
-def test_a_checkpoint_of_another_shape_is_refused(tmp_path, like):
+def test_a_checkpoint_of_another_shape_is_refused(tmp_path, like, difference):
+    """It says of the first array that differs what is there and what was expected."""
     checkpoint.save(tmp_path / "a.npz", {"x": jnp.arange(3)})
-    with pytest.raises(ValueError, match="other arrays"):
+    with pytest.raises(ValueError) as error:
         checkpoint.load(tmp_path / "a.npz", like)
+    assert str(error.value).endswith(f"other arrays than this run has: {difference}")
+
+
+def test_a_checkpoint_of_the_other_width_names_its_cause(tmp_path):
+    """A run that is resumed under another JAX_ENABLE_X64."""
+    with jax.enable_x64(True):
+        checkpoint.save(tmp_path / "a.npz", {"x": jnp.zeros(3)})
+    with pytest.raises(ValueError) as error:
+        checkpoint.load(tmp_path / "a.npz", {"x": jnp.zeros(3)})
+    cause = (
+        "['x'] is float64 [3] there, float32 [3] here; is JAX_ENABLE_X64 another one than it was"
+    )
+    assert f"{cause} then?" in str(error.value)

@@ -286,7 +286,7 @@ def test_a_runs_files(finished, tmp_path, monkeypatch, capsys, name, damage):
     status = run("--method", "muon", "--out", "r", "--save-every", "1e-9")
     out, err = capsys.readouterr()
     assert all(
-        line.startswith(("train.py: ", "r/", "r was begun with other code"))
+        line.startswith(("train.py: ", "r/", "r was begun with other "))
         for line in err.splitlines()
     ), err
     if status == 0:

@@ -1,6 +1,7 @@
 """Several devices, spread arrays and several processes compute what one device computes."""
 
 import dataclasses
+import importlib.util
 import os
 import re
 import signal
@@ -189,6 +190,87 @@ def test_processes_join_where_variables_say_that_there_are_several(monkeypatch, 
         monkeypatch.setenv(name, value)
     parallel.start()
     assert calls == ([] if joins is None else [joins])
+
+
+@pytest.mark.parametrize(
+    "variables, says",
+    [
+        ({"COUNT": "2"}, "JAX_NUM_PROCESSES without JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID: "),
+        ({"INDEX": "0"}, "JAX_PROCESS_ID without JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES: "),
+        ({"ADDRESS": "a:1", "COUNT": "2"}, "JAX_NUM_PROCESSES without JAX_PROCESS_ID: "),
+        ({"ADDRESS": "a", "COUNT": "2", "INDEX": "0"}, "JAX_COORDINATOR_ADDRESS is 'a'; it must"),
+        ({"ADDRESS": ":1", "COUNT": "2", "INDEX": "0"}, "JAX_COORDINATOR_ADDRESS is ':1'; it must"),
+        ({"ADDRESS": "a:b", "COUNT": "2", "INDEX": "0"}, "JAX_COORDINATOR_ADDRESS is 'a:b'; it mu"),
+        (
+            {"ADDRESS": "a:1", "COUNT": "two", "INDEX": "0"},
+            "JAX_NUM_PROCESSES is 'two'; it must be",
+        ),
+        (
+            {"ADDRESS": "a:1", "COUNT": "2", "INDEX": "-1"},
+            "JAX_PROCESS_ID is '-1'; it must be a who",
+        ),
+        (
+            {"ADDRESS": "a:1", "COUNT": "2", "INDEX": "2"},
+            "JAX_PROCESS_ID is 2; it must be below JAX",
+        ),
+        (
+            {"ADDRESS": "a:1", "COUNT": "0", "INDEX": "0"},
+            "JAX_PROCESS_ID is 0; it must be below JAX",
+        ),
+    ],
+)
+def test_variables_of_processes_that_make_no_sense_are_refused(monkeypatch, variables, says):
+    """Before anything is joined: a run must not train alone that is meant to be one of several."""
+    monkeypatch.setattr(jax.distributed, "initialize", None)
+    for name, value in variables.items():
+        monkeypatch.setenv(getattr(parallel, name), value)
+    with pytest.raises(ValueError) as error:
+        parallel.start()
+    assert says in str(error.value)
+
+
+def test_empty_variables_are_none(monkeypatch):
+    monkeypatch.setattr(jax.distributed, "initialize", None)
+    for name in (parallel.ADDRESS, parallel.COUNT, parallel.INDEX):
+        monkeypatch.setenv(name, "")
+    assert not parallel.join(os.environ)
+
+
+def test_a_flag_for_gpus_is_added_where_there_may_be_one_and_nowhere_else(tmp_path, monkeypatch):
+    """Neither to the name of a file of flags, nor where that or the variable has it already."""
+    path = tmp_path / "flags"
+    path.write_text("--xla_force_host_platform_device_count=2")
+    added = "--xla_gpu_enable_triton_gemm=false"
+    monkeypatch.setattr(jax.config, "update", lambda *args: seen.append(args))
+    monkeypatch.setattr(type(jax.config), "jax_num_cpu_devices", -1)
+    for has_gpu, before, after, chooses_devices in (
+        (False, "", "", True),
+        (True, "", added, True),
+        (True, "--xla_a=1", f"--xla_a=1 {added}", True),
+        (True, "--xla_gpu_enable_triton_gemm=true", "--xla_gpu_enable_triton_gemm=true", True),
+        (True, str(path), str(path), False),
+        (True, str(tmp_path / "none"), str(tmp_path / "none"), True),
+    ):
+        seen = []
+        found = "found" if has_gpu else None
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=found: found)
+        monkeypatch.setenv("XLA_FLAGS", before)
+        parallel.start()
+        assert os.environ["XLA_FLAGS"] == after
+        assert bool(seen) == chooses_devices
+
+
+@pytest.mark.parametrize("optimized", [[], ["-OO"]])
+def test_a_platform_that_is_not_there_is_one_line(here, optimized):
+    """Of every command that computes on the devices of the platform."""
+    root = Path(train.__file__).parent
+    for words in (["train.py", *SMALL], ["bench.py"], ["sample.py", "a", "--out", "r"]):
+        command = [sys.executable, *optimized, root / words[0], *words[1:]]
+        environment = AS_A_USER | {"JAX_PLATFORMS": "cuda"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        start = f"{words[0]}: JAX_PLATFORMS is cuda, but JAX cannot use that: "
+        assert done.stderr.startswith(start) and done.stderr.count("\n") == 1, done.stderr
+        assert done.returncode == 2 and not done.stdout
 
 
 def test_matrix_products_are_in_bfloat16_on_a_gpu_and_in_float32_on_a_cpu(monkeypatch):
