@@ -63,6 +63,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("gn.py", "the guard not heard", "    if config.guard:", "    if True:"),
     ("gn.py", "a line search over the batch, whatever is asked", "for k in range(config.fresh_batches):", "for k in range(config.inner_steps):"),
     ("gn.py", "a line search that reads nothing where the tokens are few", "return max(1, round(", "return max(0, round("),
+    ("gn.py", "tokens of a line search over no tokens of an inner batch", "            if not self.inner_tokens:", "            if False:"),
     ("gn.py", "the next inner loop starts from θ_{t+1}", "theta = jax.tree.map(partial(jnp.where, refused), params, state.theta)", "theta = params"),
     ("gn.py", "after a refused step the next inner loop starts from θ", "theta = jax.tree.map(partial(jnp.where, refused), params, state.theta)", "theta = state.theta"),
     ("gn.py", "momentum restarts each outer step", "opt = jax.tree.map(partial(jnp.where, refused), opt_anew, state.opt)", "opt = opt_anew"),

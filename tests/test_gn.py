@@ -382,6 +382,8 @@ def test_a_line_search_may_read_less_than_a_batch(float64):
 
     assert [make(n).fresh_batches for n in (0, 1, 14, 16, 80, 200)] == [8, 1, 1, 2, 8, 20]
     assert make(16, line_search=0).fresh_batches == 0
+    with pytest.raises(ValueError, match="line_search_tokens needs inner_tokens"):
+        _ = config_of(TOY, line_search_tokens=100).fresh_batches
 
     params, (_, fresh) = random_params(TOY), many(TOY)
     theta = add(params, LOSS_GRAD(TOY, params, fresh(0)), -1.6)
@@ -737,6 +739,7 @@ def test_a_step_takes_over_the_memory_of_its_state_and_of_nothing_else(float64):
     for result in (gn.init(params, config), moved):  # two arrays in one place could not be donated
         pointers = [a.unsafe_buffer_pointer() for a in jax.tree.leaves(result)]
         assert len(set(pointers)) == len(pointers)
+    assert all(a.is_deleted() for a in jax.tree.leaves(after))  # as update's docstring says
 
 
 def bowl(theta0, delta, tokens, config):
