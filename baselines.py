@@ -185,7 +185,7 @@ def update(state, batches, fresh, config, watch=lambda state: None):
 
     batches(k): the k-th inner batch, int32 [B, T+1], k < inner_steps; fresh is not read;
     watch(state) is called after each inner batch. Returns the next State, and metrics: train_loss,
-    before the step, in nats per token, and lr.
+    before the step, in nats per token, and lr. Like gn.update it deletes the state it is given.
     """
     for k in range(int(state.k), config.inner_steps):
         state = state._replace(k=np.int32(k))  # a number of the host: see below

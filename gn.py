@@ -63,14 +63,15 @@ class BaseConfig:
     inner_tokens: int = 0  # tokens in an inner batch
     model: Any = model  # the module of the network's functions: model.py, or one of your own
     line_search: int = 5  # how many α = 2^(-i/2) are tried (Appendix D); 0 = no search, α = 1
-    # about how many fresh tokens a line search reads; 0 = as many as the batch has (Algorithm 1)
-    line_search_tokens: int = 0
+    line_search_tokens: int = 0  # about how many fresh tokens; 0 = as many as a batch (Algorithm 1)
     guard: bool = True  # refuse a step when no step size beats θ_t; false = as in the paper
 
     @property
     def fresh_batches(self):
         """How many inner batches of fresh tokens the line search of an outer step reads."""
         if self.line_search and self.line_search_tokens:
+            if not self.inner_tokens:
+                raise ValueError("line_search_tokens needs inner_tokens, those of an inner batch")
             return max(1, round(self.line_search_tokens / self.inner_tokens))
         return self.inner_steps if self.line_search else 0
 
@@ -93,11 +94,9 @@ class Config(BaseConfig):
     weight_decay: float = 0.001  # of every matrix, times lr, per inner step (App. H: 0 or 0.001)
     damping: float = 0.0  # λ of ½ λ |δ|², added to L2 (App. H, "loss weight decay": 0 to 0.1)
     parameter_weight_decay: float = 0.0  # of every matrix, per outer step (App. H: 0 to 0.1)
-    # decay τ of the weight average, per inner step (App. H: 0.9 to 0.999); 0 = no average. Default:
-    # 0 with a line search, 0.999 without
-    average: float = None
-    # the gradient is clipped to this norm: Muon's part and the rest, each alone; 0 = no limit
-    clip: float = 1.0
+    # decay τ of the weight average, per inner step (App. H: 0.9 to 0.999); 0 = no average
+    average: float = None  # default: 0 with a line search, 0.999 without
+    clip: float = 1.0  # largest norm of Muon's part of the gradient, and of the rest; 0 = no limit
 
     def __post_init__(self):
         if self.average is None:
@@ -286,6 +285,7 @@ def update(state, batches, fresh, config, watch=lambda state: None, value_and_gr
     of the line search; watch(state): called after each inner step; value_and_grad: of this file or
     another method. Returns the next State, and metrics: train_loss (ℓ at θ_t) and inner_loss (L2),
     means in nats per token; lr of the first inner step; alpha (0: refused), if line_search > 0.
+    An update deletes the state it is given. To keep one, copy it: jax.tree.map(jnp.copy, state).
     """
     N = config.inner_steps
     for k in range(int(state.k), N):  # a run that was stopped inside the loop resumes there

@@ -138,6 +138,7 @@ def update(state, batches, fresh, config, watch=lambda state: None):
     """One outer step: solve for δ on the whole batch, search along it, move.
 
     Arguments and metrics as gn.update's, without lr. The next step starts from θ_{t+1}.
+    The state that is given stays.
     """
     if state.k == 0:
         state = solve(state, batches, config)

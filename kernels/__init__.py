@@ -15,24 +15,49 @@ A kernel is written in Pallas, JAX's language for kernels. Triton compiles it fo
     tile        what a program holds in registers at a time; its sides are powers of two, and a mask
                 says which of its entries lie inside the array
 
-Read in this order: cross_entropy.py, derivative.py, mlp.py, attention.py, heads.py.
+Read in this order: cross_entropy.py, derivative.py, mlp.py, attention.py, heads.py, choice.py.
 """
 
+import re
 from functools import wraps
 
 import jax
 import jax.numpy as jnp
 
 INTERPRET = False  # tests set it: kernels run on a CPU too, as plain operations, in any precision
+passed = set()  # kernels that choice.py has tried with success on a card new to them
 
 
-def run_kernels():
+def capabilities():
+    """The compute capabilities of NVIDIA's GPUs here, such as {(9, 0)}; else an empty set."""
+    found = set()
+    for device in jax.devices():
+        # A GPU of AMD has a text such as "gfx90a" there, a CPU or TPU nothing.
+        match = re.fullmatch(r"(\d+)\.(\d+)", getattr(device, "compute_capability", ""))
+        if match:
+            major, minor = match.groups()
+            found.add((int(major), int(minor)))
+    return found
+
+
+def capable():
+    """Whether the devices are GPUs that multiply in bfloat16, and that Triton compiles for."""
+    cards = capabilities()
+    return bool(cards) and min(cards) >= (8, 0)
+
+
+def tried():
+    """Whether the devices are of the kind that all kernels were tried on: H100 and H200."""
+    return capabilities() == {(9, 0)}
+
+
+def takes_over(kernel):
     """Whether a kernel takes the place of its function."""
-    return INTERPRET or jax.default_backend() == "gpu"
+    return INTERPRET or tried() or kernel in passed
 
 
 def on_gpu(kernel):
-    """A decorator: on a GPU, `kernel` takes the place of the function.
+    """A decorator: on a GPU that can run it, `kernel` takes the place of the function.
 
     The kernel gets the same arguments. It returns NotImplemented where they do not suit it, because
     of their dtype for instance; then the plain function runs. The plain function also runs where a
@@ -43,7 +68,7 @@ def on_gpu(kernel):
         @wraps(plain)
         def chosen(*args, **options):
             result = NotImplemented
-            if run_kernels() and not options:
+            if takes_over(kernel) and not options:
                 result = kernel(*args)
             if result is NotImplemented:
                 result = plain(*args, **options)

@@ -173,34 +173,99 @@ def test_mean_over_inner_batches_is_that_of_the_batch(float64):
     close(VALUE_AND_GRAD(params, delta, tokens, config_of(TOY)), mean, 1e-12)
 
 
-def largest_error_of_bfloat16(value_and_grad, config_class):
-    """By how much rounding to bfloat16 changes the gradient of a matrix, relative, at the worst.
+# ---- the gradient in bfloat16 --------------------------------------------------------------------
 
-    The width and context are such that rounding averages out. Nothing stored is rounded.
+# The width and the context are such that rounding averages out.
+SIXTY_FOUR = model.Config(
+    vocab_size=64, context=64, d_model=64, d_ff=256, n_layers=1, n_heads=2, n_kv_heads=2
+)
+
+
+def short(x):
+    """x as a product in bfloat16 reads it."""
+    return x.astype(jnp.bfloat16)
+
+
+def plain_product(x, w):
+    """x @ w as anyone would write it in bfloat16."""
+    return jnp.float32(short(x) @ short(w))
+
+
+def plain_logits(params, x):
+    """The network of SIXTY_FOUR written down once more: every product is rounded, nothing else."""
+    p = {name: stacked[0] for name, stacked in params["blocks"].items()}
+    heads = (*x.shape, SIXTY_FOUR.n_heads, -1)
+    h = params["embedding"][x]
+    normed = model.rms_norm(h, p["attention_norm"])
+    q = model.layer_norm(plain_product(normed, p["wq"]), p["q_scale"], p["q_bias"])
+    k = model.layer_norm(plain_product(normed, p["wk"]), p["k_scale"], p["k_bias"])
+    q = short(model.rotate(q.reshape(heads)))
+    k = short(model.rotate(k.reshape(heads)))
+    v = short(plain_product(normed, p["wv"])).reshape(heads)
+    scores = jnp.einsum("bthk,bshk->bhts", q, k, preferred_element_type=jnp.float32)
+    T = x.shape[1]
+    causal = jnp.tri(T, dtype=bool)[None, None]
+    weights = jax.nn.softmax(jnp.where(causal, scores / q.shape[3] ** 0.5, -jnp.inf))
+    o = jnp.float32(jnp.einsum("bhts,bshk->bthk", short(weights), v))
+    h = h + plain_product(o.reshape(h.shape), p["wo"])
+    normed = model.rms_norm(h, p["mlp_norm"])
+    h = h + plain_product(jax.nn.gelu(plain_product(normed, p["w_up"])), p["w_down"])
+    h = short(model.rms_norm(h, params["final_norm"]))
+    return jnp.matmul(h, short(params["head"]), preferred_element_type=jnp.float32)
+
+
+@jax.jit
+def plain_gradient(params, delta, tokens):
+    """g + G δ by plain bfloat16, all tokens at once: Jᵀ (p - onehot(y) + H J δ) / n."""
+    x, y = model.inputs_and_labels(tokens)
+    z, push = jax.linearize(lambda params: plain_logits(params, x), params)
+    v = push(delta)
+    p = jax.nn.softmax(z)
+    Hv = p * (v - jnp.sum(p * v, axis=-1, keepdims=True))
+    u = p - jax.nn.one_hot(y, SIXTY_FOUR.vocab_size) + Hv
+    (grad,) = jax.linear_transpose(push, params)(u / y.size)
+    return grad
+
+
+def errors_of_matrices(grad, exact):
+    """{name: |grad - exact| / |exact|} of the embedding, the head, and six matrices of a block."""
+    grad = grad | grad["blocks"]
+    exact = exact | exact["blocks"]
+    names = ["embedding", "head", *(name for name in model.MATRICES if name in exact)]
+    assert len(names) == 8
+    return {
+        name: float(jnp.linalg.norm(grad[name] - exact[name]) / jnp.linalg.norm(exact[name]))
+        for name in names
+    }
+
+
+def assert_rounds_no_more_than_plain_bfloat16(value_and_grad, config_class):
+    """In bfloat16 a gradient is off by at most 1.1 times what plain bfloat16 is off by here.
+
+    How much that is depends on the machine: a weight's gradient is off by 0.7% where sums of
+    products are kept in float32, and by 2.7% where XLA rounds parts of them on a CPU. The order of
+    the roundings is chance: the ratio of the two errors was 0.95 to 1.01.
     """
-    sizes = {"vocab_size": 64, "context": 64, "d_model": 64, "d_ff": 256}
-    network = model.Config(**sizes, n_layers=1, n_heads=2, n_kv_heads=2)
-    params, tokens = random_params(network), random_tokens(network, 8)
-    delta = jax.tree.map(lambda a: 0.02 * a, random_params(network, 1))
+    params, tokens = random_params(SIXTY_FOUR), random_tokens(SIXTY_FOUR, 8)
+    delta = jax.tree.map(lambda a: 0.02 * a, random_params(SIXTY_FOUR, 1))
     compiled = jax.jit(value_and_grad)
-    grads = []
-    for dtype in ("float32", "bfloat16"):
-        config = config_class(dataclasses.replace(network, dtype=dtype), 1, 1)
-        grads.append(compiled(params, delta, tokens, config)[2])
 
-    def error(exact, rounded, is_matrix):
-        assert rounded.dtype == jnp.float32
-        if not is_matrix:
-            return 0.0
-        return float(jnp.linalg.norm(exact - rounded) / jnp.linalg.norm(exact))
+    def gradient(config_class, dtype):
+        network = dataclasses.replace(SIXTY_FOUR, dtype=dtype)
+        _, _, grad = compiled(params, delta, tokens, config_class(network, 1, 1))
+        assert all(a.dtype == jnp.float32 for a in jax.tree.leaves(grad))
+        return grad
 
-    errors = jax.tree.leaves(jax.tree.map(error, *grads, optimizers.is_matrix(params)))
-    assert sum(e > 0 for e in errors) == 8  # embedding, head, and six kinds of matrices in a block
-    return max(errors)
+    exact = gradient(config_class, "float32")
+    found = errors_of_matrices(gradient(config_class, "bfloat16"), exact)
+    _, _, exact_gn = VALUE_AND_GRAD(params, delta, tokens, gn.Config(SIXTY_FOUR, 1, 1))
+    allowed = errors_of_matrices(plain_gradient(params, delta, tokens), exact_gn)
+    for name, error in found.items():
+        assert 0 < error < 1.1 * allowed[name], name
 
 
-def test_bfloat16_gradients_are_within_0_012_of_float32():
-    assert largest_error_of_bfloat16(gn.value_and_grad, gn.Config) < 0.012
+def test_bfloat16_costs_no_more_than_plain_bfloat16_on_this_machine():
+    assert_rounds_no_more_than_plain_bfloat16(gn.value_and_grad, gn.Config)
 
 
 # ---- 3. the inner loop ---------------------------------------------------------------------------
@@ -317,6 +382,8 @@ def test_a_line_search_may_read_less_than_a_batch(float64):
 
     assert [make(n).fresh_batches for n in (0, 1, 14, 16, 80, 200)] == [8, 1, 1, 2, 8, 20]
     assert make(16, line_search=0).fresh_batches == 0
+    with pytest.raises(ValueError, match="line_search_tokens needs inner_tokens"):
+        _ = config_of(TOY, line_search_tokens=100).fresh_batches
 
     params, (_, fresh) = random_params(TOY), many(TOY)
     theta = add(params, LOSS_GRAD(TOY, params, fresh(0)), -1.6)
@@ -672,6 +739,7 @@ def test_a_step_takes_over_the_memory_of_its_state_and_of_nothing_else(float64):
     for result in (gn.init(params, config), moved):  # two arrays in one place could not be donated
         pointers = [a.unsafe_buffer_pointer() for a in jax.tree.leaves(result)]
         assert len(set(pointers)) == len(pointers)
+    assert all(a.is_deleted() for a in jax.tree.leaves(after))  # as update's docstring says
 
 
 def bowl(theta0, delta, tokens, config):

@@ -261,6 +261,16 @@ def test_bfloat16_is_close_to_float32():
         assert np.linalg.norm(a - b) < 0.05 * np.linalg.norm(a)
 
 
+def test_bfloat16_rounds_nothing_but_products():
+    """Where the last products of the blocks are 0, `hidden` is float32's."""
+    params, x = random_params(TOY), random_tokens(TOY, 4)[:, :-1]
+    for name in ("wo", "w_down"):
+        params["blocks"][name] *= 0
+    rounded = dataclasses.replace(TOY, dtype="bfloat16")
+    hidden = jax.jit(model.hidden, static_argnums=0)
+    np.testing.assert_allclose(hidden(rounded, params, x), hidden(TOY, params, x), rtol=1e-5)
+
+
 def test_logits_keep_float32_where_what_makes_them_is_rounded():
     """The head's sums are not rounded to bfloat16, which would cost the loss its digits."""
     network = dataclasses.replace(TOY, dtype="bfloat16")

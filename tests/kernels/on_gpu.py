@@ -17,6 +17,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the project's modules lie two folders up
@@ -28,6 +30,7 @@ import kernels  # noqa: E402
 import layerwise_gn  # noqa: E402
 import model  # noqa: E402
 import optimizers  # noqa: E402
+from kernels import attention, choice  # noqa: E402
 from kernels.attention import attention_kernel  # noqa: E402
 from kernels.cross_entropy import (  # noqa: E402
     cross_entropy_kernel,
@@ -58,13 +61,13 @@ def in_float32(tree):
 @contextlib.contextmanager
 def without_kernels():
     """Functions that are traced here are the plain ones, their products as exact as float32 is."""
-    chosen = kernels.run_kernels
-    kernels.run_kernels = lambda: False
+    chosen = kernels.takes_over
+    kernels.takes_over = lambda kernel: False
     try:
         with jax.default_matmul_precision("highest"):
             yield
     finally:
-        kernels.run_kernels = chosen
+        kernels.takes_over = chosen
 
 
 def compared(name, got, exact, bound):
@@ -259,6 +262,61 @@ def gradient_checks(network, batch, names=("loss", *METHODS)):
                 yield compared(title, rounded[matrix], exact[matrix], 0.012)
 
 
+@contextlib.contextmanager
+def on_a_new_card():
+    """No kernel was ever tried on a card like this one; compiled programs are forgotten."""
+    known = kernels.tried
+    kernels.tried = lambda: False
+    jax.clear_caches()
+    try:
+        yield
+    finally:
+        kernels.tried = known
+        kernels.passed.clear()
+        jax.clear_caches()
+
+
+def greedy_pushforward(q, k, v, o, lse, dq, dk, dv):
+    """In place of attention's: a kernel whose factors need more shared memory than a card has."""
+
+    def kernel(a, out):
+        tile = a[...]
+        out[...] = jnp.dot(tile, tile.T, preferred_element_type=jnp.float32)
+
+    square = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((256, 256), jnp.float32),
+        compiler_params=triton.CompilerParams(num_warps=8, num_stages=2),
+        interpret=kernels.INTERPRET,
+        name="greedy",
+    )
+    total = jnp.sum(square(jnp.ones((256, 1024), jnp.bfloat16)))
+    return o + total.astype(o.dtype)
+
+
+def choice_checks(network, batch):
+    """On a card new to them all kernels pass; one that does not is left out; the numbers are right.
+
+    A check that something is so has the error 0 or 1, and the bound 0.
+    """
+    network = replace(network, dtype="bfloat16")
+    with on_a_new_card():
+        choice.choose(network)
+        for kernel, name in choice.NAMES.items():
+            yield f"tried: {name}", float(kernel not in kernels.passed), 0
+        yield from gradient_checks(network, batch, names=("gn",))
+    pushforward = attention.pushforward
+    attention.pushforward = greedy_pushforward
+    try:
+        with on_a_new_card():
+            choice.choose(network)  # says so on stderr
+            left_out = {*choice.NAMES} - kernels.passed
+            yield "too greedy: attention alone left out", float(left_out != {attention_kernel}), 0
+            yield from gradient_checks(network, batch, names=("gn",))
+    finally:
+        attention.pushforward = pushforward
+
+
 # ---- the command ---------------------------------------------------------------------------------
 
 
@@ -300,6 +358,7 @@ def main():
         cross_entropy_checks(),
         muon_checks(network),
         gradient_checks(network, args.batch),
+        choice_checks(network, args.batch),
     ):
         count, failed = report(checks)
         total += count

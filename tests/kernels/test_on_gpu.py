@@ -21,6 +21,7 @@ import gn_prox
 import kernels
 import layerwise_gn
 import model
+from kernels import attention, choice
 
 OTHER = {"n_kv_heads": 2, "mlp": "swiglu", "qk_norm": False}
 
@@ -48,7 +49,7 @@ def test_the_kernel_is_chosen_where_it_suits(monkeypatch, interpret):
 
 
 def test_it_runs_on_a_gpu_and_looks_like_the_plain_function(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(kernels, "tried", lambda: True)
     assert plain(1.0, 2) == "kernel"
     assert plain.__name__ == "plain"
     assert plain.__doc__ == "The plain function."
@@ -139,6 +140,23 @@ def test_the_check_of_whole_gradients_runs_step_by_step(in_float32):
     assert len(found) == 16
     for name, error, _ in found:
         assert 0 < error < 0.1, name
+
+
+def test_the_check_of_the_choice_sees_what_is_left_out(in_float32, monkeypatch):
+    """On a CPU nothing is tried, so every kernel counts as left out. Then all is as it was."""
+    monkeypatch.setattr(on_gpu, "gradient_checks", lambda *args, **options: [])
+    pushforward = attention.pushforward
+    found = list(on_gpu.choice_checks(TOY, 2))
+    assert len(found) == len(choice.NAMES) + 1
+    assert {(error, bound) for _, error, bound in found} == {(1.0, 0)}
+    assert attention.pushforward is pushforward
+    assert not kernels.passed and not kernels.tried()
+
+
+def test_the_greedy_kernel_computes_something(in_float32):
+    o = np.zeros((1, 2, 1, 4), np.float32)
+    found = on_gpu.greedy_pushforward(*[o] * 8)
+    assert (found == 256 * 256 * 1024).all()
 
 
 def test_a_check_that_fails_is_counted_and_so_is_nan(capsys):

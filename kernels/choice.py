@@ -1,0 +1,133 @@
+"""Which forms run here: kernels where the cards can run them, plain JAX everywhere else.
+
+    devices                                 dtype       kernels
+    NVIDIA, capability 9.0 (H100, H200)     bfloat16    all: on an H200 they were tried
+    NVIDIA, capability 8.0 and later        bfloat16    those that pass `choose`
+    NVIDIA, before 8.0 (T4, V100)           float32     none
+    TPU                                     bfloat16    none
+    CPU, GPUs that are not NVIDIA's         float32     none
+
+The compute capability is NVIDIA's number for what a card can do. From 8.0 on (Ampere, 2020) a card
+multiplies in bfloat16, and Triton compiles for it. The table is a choice of what is sure to work:
+--dtype takes another dtype, and some GPUs of others compute in bfloat16, too.
+"""
+
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+import kernels
+import model
+from kernels.attention import attention_kernel
+from kernels.cross_entropy import (
+    cross_entropy_kernel,
+    exact_kernel,
+    loss_and_gradient_kernel,
+    quadratic_kernel,
+)
+from kernels.heads import queries_keys_values_kernel
+from kernels.mlp import mlp_kernel
+
+NAMES = {  # of all kernels, for people
+    queries_keys_values_kernel: "queries, keys and values",
+    attention_kernel: "attention",
+    mlp_kernel: "the MLP",
+    cross_entropy_kernel: "cross-entropy",
+    loss_and_gradient_kernel: "cross-entropy with its gradient",
+    quadratic_kernel: "the quadratic objective",
+    exact_kernel: "the exact objective",
+}
+
+
+def default_dtype():
+    """The dtype for the factors of matrix products that all devices here are sure to be fast in."""
+    platforms = {device.platform for device in jax.devices()}
+    if kernels.capable() or platforms == {"tpu"}:
+        return "bfloat16"
+    return "float32"
+
+
+def choose(network):
+    """On a card that the kernels were not tried on, tries each of them once, for this network.
+
+    A kernel that fails is left out from now on. Then a line on stderr says so. Call it before a
+    step is compiled: what is compiled keeps its form. Where it is not called, such a card runs
+    plain JAX.
+    """
+    kernels.passed.clear()
+    if kernels.tried() or not kernels.capable():
+        return
+    failed = []
+    for kernel, f, shapes in trials(network):
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+        try:
+            jax.block_until_ready(jax.jit(f)(*zeros))
+        except Exception as error:  # of Pallas, of a compiler, of cuDNN or of the driver
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            failed.append(f"{NAMES[kernel]} ({reason[:200]})")
+        else:
+            kernels.passed.add(kernel)
+    if failed and jax.process_index() == 0:
+        card = jax.devices()[0].device_kind
+        print(f"kernels: {card} runs plain JAX in place of {'; '.join(failed)}", file=sys.stderr)
+
+
+def forms():
+    """What runs here, in a few words."""
+    if kernels.INTERPRET or kernels.tried():
+        return "GPU kernels"
+    if not kernels.passed:
+        return "plain JAX"
+    left_out = [name for kernel, name in NAMES.items() if kernel not in kernels.passed]
+    if left_out:
+        return f"GPU kernels, but plain JAX for {'; '.join(left_out)}"
+    return "GPU kernels"
+
+
+# ---- what is tried -------------------------------------------------------------------------------
+
+
+def trials(network):
+    """For each kernel a function of arrays to compile and run, and the shapes of these arrays.
+
+    The tiles of a program, and so the memory that it needs on the card, depend on the network. How
+    many programs there are is no matter: one sequence and eight tokens will do.
+    """
+    params = jax.eval_shape(partial(model.init, network), jax.random.key(0))
+    block = {}
+    for name, stacked in params["blocks"].items():
+        block[name] = jax.ShapeDtypeStruct(stacked.shape[1:], stacked.dtype)
+    dtype = params["head"].dtype
+    x = jax.ShapeDtypeStruct((1, network.context, network.d_model), dtype)
+    plain = partial(model.queries_keys_values.__wrapped__, network)
+    qkv = jax.eval_shape(plain, block, x)
+    for kernel in (queries_keys_values_kernel, mlp_kernel):
+        yield kernel, partial(derivatives, partial(kernel, network)), (block, x)
+    yield attention_kernel, partial(derivatives, attention_kernel), qkv
+
+    z = jax.ShapeDtypeStruct((8, network.vocab_size), dtype)
+    v = jax.ShapeDtypeStruct(z.shape, jnp.dtype(network.dtype))
+    streams = jax.ShapeDtypeStruct((network.n_layers + 1, *z.shape), v.dtype)
+    y = jax.ShapeDtypeStruct((8,), jnp.int32)
+    yield cross_entropy_kernel, cross_entropy_kernel, (z, y)
+    yield loss_and_gradient_kernel, partial(loss_and_gradient_kernel, network), (z, y)
+    for kernel in (quadratic_kernel, exact_kernel):
+        yield kernel, partial(one_and_stacked, kernel), (z, v, streams, y)
+
+
+def derivatives(kernel, *x):
+    """kernel(*x), its pushforward and its pullback; nothing where x does not suit the kernel."""
+    value = kernel(*x)
+    if value is NotImplemented:
+        return ()
+    _, push = jax.linearize(kernel, *x)
+    _, pull = jax.vjp(kernel, *x)
+    return value, push(*x), pull(value)
+
+
+def one_and_stacked(objective, z, v, streams, y):
+    """An objective of one change, as gn.py calls it, and of a stack, as layerwise_gn.py does."""
+    of_stack = jax.vmap(objective, in_axes=(None, 0, None))
+    return objective(z, v, y), of_stack(z, streams, y)
