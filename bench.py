@@ -25,6 +25,7 @@ import numpy as np
 import baselines
 import gn
 import model
+from kernels import choice
 from runtime import checkpoint, flags, parallel
 from runtime.command import blaming_input, command
 from train import METHODS
@@ -95,7 +96,7 @@ def set_up(config):
     """
     config.check()
     is_tiny = config.model == "tiny"
-    dtype = config.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
+    dtype = config.dtype or choice.default_dtype()
     vocab_size = config.vocab_size or (256 if is_tiny else 32_000)
     network = replace(model.PRESETS[config.model], vocab_size=vocab_size, dtype=dtype)
     network.check()
@@ -216,7 +217,7 @@ def seconds(repeat, step, state):
 
 def matmul_rate(dtype, devices):
     """Multiplications and additions per second of one large square product, on all devices."""
-    n = 8192 if jax.default_backend() == "gpu" else 2048
+    n = 2048 if jax.default_backend() == "cpu" else 8192
     a = jax.random.normal(jax.random.key(0), (n, n), dtype)
     multiply = jax.jit(lambda a: (a @ a / n**0.5, 0))
     times = seconds(10, multiply, a)
@@ -299,7 +300,7 @@ def opening(about):
     """What is measured and where, in one line."""
     size = f"inner batches of {about['inner_batch']} x {about['context']}"
     devices = f"{about['devices']} x {about['device']}"
-    parts = [about["model"], about["dtype"], size, devices, f"jax {about['jax']}"]
+    parts = [about["model"], about["dtype"], about["forms"], size, devices, f"jax {about['jax']}"]
     rate = f"{about['matmul_rate'] / 1e12:.1f} TFLOP/s"
     return f"{', '.join(parts)}; one large product: {rate}"
 
@@ -344,6 +345,7 @@ def describe(config, network, mesh, rate):
         "vocab_size": network.vocab_size,
         "device": jax.devices()[0].device_kind,
         "devices": mesh.size,
+        "forms": choice.forms(),
         "jax": jax.__version__,
         "commit": checkpoint.commit(),
         "matmul_rate": rate,
@@ -357,6 +359,7 @@ def run(config):
     What was measured is in the file after each row, so that nothing is lost where it is stopped.
     """
     config, network, mesh, batches = set_up(config)
+    choice.choose(network)
     chosen = choose(config, network, mesh, batches)
     results = []
     with reserved(config.json), jax.set_mesh(mesh):

@@ -31,6 +31,7 @@ import gn_prox
 import layerwise_gn
 import model
 import optimizers
+from kernels import choice
 from runtime import checkpoint, files, flags, live, parallel, report
 from runtime.command import BadInput, blaming_input, command
 from runtime.progress import Progress
@@ -261,8 +262,7 @@ def parse(argv):
     # As many ids as the tokenizer has.
     values["vocab_size"] = 0
     # What is fast on this machine.
-    on_gpu = jax.default_backend() == "gpu"
-    values["dtype"] = "bfloat16" if on_gpu else "float32"
+    values["dtype"] = choice.default_dtype()
 
     groups, others = groups_of_all(method), fields_of_others(method)
     shown = f"The defaults are those of --method {method} --model {preset}."
@@ -706,6 +706,18 @@ def check_folder(run, corpus=None):
     checkpoint.check_folder(run.config.out, identity(run, corpus), defaults)
 
 
+def check_places(runs):
+    """Raises OSError if the folders cannot be written, ValueError if another run has the only one.
+
+    Both would otherwise be found when the text has been tokenized, which may take hours.
+    """
+    files.check_writable("data")
+    for run in runs:
+        files.check_writable(run.config.out)
+    if len(runs) == 1:
+        checkpoint.check_free(runs[0].config.out)
+
+
 def prepare_all(runs):
     """The text of each run, tokenized. Raises ValueError if it is missing, damaged or too short."""
 
@@ -738,7 +750,8 @@ def execute(run, corpus, signals):
     parallel.wait()  # or another process would find the folder half made
     checkpoint.open_folder(run.config.out, identity(run, corpus))
     windows = data.windows(corpus.train, run.network.context)
-    report.opening(run, data.describe(corpus.meta), windows, state)
+    choice.choose(run.network)
+    report.opening(run, choice.forms(), data.describe(corpus.meta), windows, state)
     with jax.set_mesh(run.mesh), signals.deferred():
         rows = train(open_session(run, corpus, signals), state, rows)
     report.summary(run, rows)
@@ -786,6 +799,7 @@ def main(words):
             stack.enter_context(signals)
             checkpoint.keep_programs("data/compiled")
             runs = configure_all(words)
+            check_places(runs)
             corpora = prepare_all(runs)
         if len(runs) > 1:
             results = execute_all(runs, corpora, signals)

@@ -39,14 +39,15 @@ def table_row(row):
 # ---- before and after a run ----------------------------------------------------------------------
 
 
-def opening(run, text, windows, state):
+def opening(run, forms, text, windows, state):
     """Prints what a run is about to do.
 
-    text: its text, described; windows: how many of them training has. state: where an earlier
-    command has stopped, None if there was none.
+    forms: whether kernels run, in words; text: its text, in words; windows: how many of them
+    training has. state: where an earlier command has stopped, None if there was none.
     """
     config, context = run.config, run.network.context
-    print(f"{run.title} on {config.model}: {run.parameters:,} parameters, {describe_devices(run)}")
+    devices = describe_devices(run, forms)
+    print(f"{run.title} on {config.model}: {run.parameters:,} parameters, {devices}")
     print(f"text {config.data}, {text}")
 
     inner = f"{run.settings.inner_steps} inner batches of {config.inner_batch} x {context}"
@@ -71,9 +72,10 @@ def opening(run, text, windows, state):
     print(f"{config.out}: {describe_state(state, config.steps)}")
 
 
-def describe_devices(run):
-    """The type of numbers and the devices, and how many of these are idle."""
-    devices = f"{run.network.dtype} on {run.mesh.size} x {jax.devices()[0].device_kind}"
+def describe_devices(run, forms):
+    """The type of numbers, the devices, how many of these are idle, and whether kernels run."""
+    kind = jax.devices()[0].device_kind
+    devices = f"{run.network.dtype} on {run.mesh.size} x {kind}, {forms}"
     idle = jax.device_count() - run.mesh.size
     if idle:
         reason = f"they do not divide an inner batch of {run.config.inner_batch} sequences"
