@@ -10,6 +10,7 @@ import operator
 import re
 import sys
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ def values_of(config, derived=()):
     return {name: getattr(config, name) for name in fields_of(type(config), derived)}
 
 
+@cache
 def comments_of(cls):
     """{field: comment} from the source of a class.
 

@@ -65,7 +65,7 @@ FLAGS = {
         ["--data", "nowhere.txt"],
         "data is 'nowhere.txt'; valid: stdlib, c4, or the path",
     ),
-    "a file of no known kind": (["--data", "other/config.json"], "that end in .txt, .jsonl"),
+    "a file of no known kind": (["--data", "thing.pdf"], "that end in .txt, .jsonl"),
     "a folder without files": (["--data", "hollow"], "that end in .txt, .jsonl"),
     "a line that is no JSON": (["--data", "bad.jsonl"], "line 2 is no JSON object with a string"),
     "gzipped, and cut short": (["--data", "bad.json.gz"], "damaged after line"),
@@ -133,6 +133,7 @@ def bad_inputs():
     Path("picture.txt").write_bytes(b"\x89PNG\r\n\x1a\n" * 100)
     Path("bad.jsonl").write_text('{"text": "a"}\n{"text": 1}\n')
     Path("bad.json.gz").write_bytes(gzip.compress(b'{"text": "a"}\n')[:-9])
+    Path("thing.pdf").write_bytes(b"%PDF-1.7")
     Path("hollow").mkdir()
     Path("other").mkdir()
     Path("other/config.json").write_text('{"architectures": []}')
