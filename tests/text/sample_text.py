@@ -1,9 +1,18 @@
-"""Texts that the tests of this folder prepare."""
+"""Texts that the tests of this folder prepare, and where the vocabulary of gpt2 may be."""
 
 import gzip
 import json
+import os
+from pathlib import Path
 
 import numpy as np
+import pytest
+
+CACHE = Path(__file__).resolve().parents[3] / "shared" / "tiktoken-cache"
+needs_vocabulary = pytest.mark.skipif(
+    not CACHE.exists() and "TIKTOKEN_CACHE_DIR" not in os.environ,
+    reason="no vocabulary of gpt2 beside the repository, and TIKTOKEN_CACHE_DIR is not set",
+)
 
 
 def documents_of(n, seed=0):
@@ -22,7 +31,7 @@ def documents_of(n, seed=0):
 
 def write_text(path, documents):
     """A .txt file of these documents; its path, as a str."""
-    path.write_text("".join(documents))
+    path.write_text("".join(documents), encoding="utf-8")
     return str(path)
 
 
@@ -30,5 +39,5 @@ def write_c4(path, documents):
     """A gzipped file in C4's format."""
     path.parent.mkdir(exist_ok=True)
     rows = [json.dumps({"text": document, "url": "x"}) + "\n" for document in documents]
-    with gzip.open(path, "wt") as file:
+    with gzip.open(path, "wt", encoding="utf-8") as file:
         file.write("".join(rows))

@@ -1,5 +1,6 @@
 """What a run reads is a function of its seed and its step, and validation stays unseen."""
 
+import json
 import subprocess
 import sys
 import time
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import AS_A_USER
 from hypothesis import given
 from hypothesis import strategies as st
 from sample_text import documents_of, write_c4, write_text
@@ -34,9 +36,13 @@ def test_the_example_in_the_header_of_data_py():
     seed=st.integers(0, 99),
 )
 def test_an_epoch_reads_every_window_once_and_the_next_in_another_order(n, context, size, seed):
-    """What an epoch predicts is every id but the first, once, up to the last window's end."""
+    """What an epoch predicts is every id but the first, once, up to the last window's end.
+
+    Behind that there are fewer ids than a window predicts.
+    """
     tokens = np.arange(n, dtype=np.uint16)
     windows = data.windows(tokens, context)
+    assert 0 <= n - 1 - windows * context < context
     batches = -(-2 * windows // size)
     rows = np.concatenate([data.batch(tokens, context, size, seed, i) for i in range(batches)])
     assert rows.shape == (batches * size, context + 1)
@@ -84,6 +90,7 @@ REFUSED = {
     "no such file": (["nowhere"], "is there"),
     "an unknown flag": (["a.txt", "--x", "1"], "unknown"),
     "no file": (["--tokens", "1"], "data is ''"),
+    "a short text": (["b.txt"], "a window of context 1 + 1; give a longer text\n"),
 }
 
 
@@ -92,10 +99,11 @@ def test_the_command_refuses_bad_input(tmp_path, monkeypatch, capsys, words, say
     """One line, status 2, and nothing is left behind."""
     monkeypatch.chdir(tmp_path)
     write_text(Path("a.txt"), documents_of(4))
+    Path("b.txt").write_text("a")
     assert data.main([*words, "--tokenizer", "bytes"]) == 2
     said = capsys.readouterr().err
     assert says in said and said.count("\n") == 1
-    assert list(tmp_path.iterdir()) == [tmp_path / "a.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.txt"]
 
 
 STOPS = {OSError("disk gone"): (1, "disk gone"), KeyboardInterrupt(): (130, "goes on from here")}
@@ -113,6 +121,43 @@ def test_the_command_says_in_one_line_what_stopped_it(tmp_path, monkeypatch, cap
     assert data.main([path, "--tokenizer", "bytes"]) == status
     said = capsys.readouterr().err
     assert says in said and said.count("\n") == 1
+
+
+HEBREW = "".join(f"שלום {number}\n" for number in range(3000))
+ASCII_ONLY = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+@pytest.mark.parametrize("name", ["a.txt", "é中.txt", "a.jsonl"])
+def test_text_is_utf_8_whatever_the_shell_says(tmp_path, name):
+    """In the text and in its name; in a locale that knows ASCII alone too."""
+    content = HEBREW
+    if name == "a.jsonl":
+        rows = [{"text": line} for line in HEBREW.splitlines()]
+        content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    command = [sys.executable, data.__file__, name, "--tokenizer", "bytes"]
+    environment = AS_A_USER | ASCII_ONLY
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    (home,) = (tmp_path / "data").iterdir()
+    assert home.name.startswith(Path(name).stem + "-bytes-")
+    ids = np.concatenate([np.fromfile(path, np.uint16) for path in home.glob("*.bin")])
+    assert sorted(BYTES.decode(ids).replace("\0", "\n").split()) == sorted(HEBREW.split())
+
+
+def test_a_corpus_is_described_by_files_documents_and_tokens_of_each_side():
+    meta = {
+        "train_files": 1200,
+        "train_documents": 1,
+        "train_tokens": 3_000_000,
+        "val_files": 1,
+        "val_documents": 2,
+        "val_tokens": 17,
+    }
+    train = "to train on: 1,200 files, 1 document, 3,000,000 tokens"
+    assert data.describe(meta) == f"{train}; held out: 1 file, 2 documents, 17 tokens"
+    meta["val_files"] = 0
+    assert data.describe(meta) == f"{train}; held out: of the same files, 2 documents, 17 tokens"
 
 
 def test_a_process_that_is_killed_leaves_what_the_next_one_goes_on_with(tmp_path):

@@ -1,21 +1,14 @@
 """Ids and back, and GPT-2's vocabulary cut short."""
 
-import os
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sample_text import CACHE, needs_vocabulary
 
 from text import tokenizer
 
-CACHE = Path(__file__).resolve().parents[3] / "shared" / "tiktoken-cache"
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
-needs_vocabulary = pytest.mark.skipif(
-    not CACHE.exists() and "TIKTOKEN_CACHE_DIR" not in os.environ,
-    reason="no vocabulary of gpt2 beside the repository, and TIKTOKEN_CACHE_DIR is not set",
-)
 BYTES = tokenizer.tokenizer("bytes")
 
 
@@ -93,6 +86,7 @@ def test_without_a_network_it_is_said_how_to_provide_the_vocabulary(monkeypatch,
 def test_without_a_network_the_reason_is_short_and_what_works_is_named(monkeypatch, tmp_path):
     tokenizer.gpt2.cache_clear()
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tokenizer.tiktoken.registry, "ENCODINGS", {})
     monkeypatch.setattr(tokenizer.tiktoken.registry, "ENCODINGS", {})
     with pytest.raises(ValueError, match="cannot be fetched .no connection to its server.;") as e:
         tokenizer.tokenizer("gpt2")

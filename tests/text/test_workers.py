@@ -1,5 +1,6 @@
 """Texts are tokenized in order by many processes, which are small and end with their parent."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -8,7 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import AS_A_USER
+from sample_text import CACHE, documents_of, needs_vocabulary
 
+import data
 from text.tokenizer import tokenizer
 from text.workers import Workers
 
@@ -80,6 +84,11 @@ def test_a_worker_is_small():
             assert len(threads) == 2  # one waits for the end of the parent
 
 
+SITE = """
+import sys
+print("hello")
+print("hello", file=sys.stderr)
+"""
 PROGRAM = """
 import os, sys, time
 print("program", flush=True)
@@ -99,19 +108,23 @@ if __name__ == "__main__":
 def start(tmp_path):
     """Starts PROGRAM where every Python prints something before it does anything else."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    (tmp_path / "sitecustomize.py").write_text("print('hello')")
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    environment = AS_A_USER | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    if CACHE.exists():
+        environment["TIKTOKEN_CACHE_DIR"] = str(CACHE)
 
-    def start(*words):
-        command = [sys.executable, tmp_path / "program.py", *words]
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    def start(*words, program="program.py"):
+        command = [sys.executable, tmp_path / program, *words]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        where = {"cwd": tmp_path, "env": environment, "start_new_session": True}
+        return subprocess.Popen(command, **pipes, **where)
 
     return start
 
 
 def test_what_a_python_prints_disturbs_nothing_and_the_program_is_imported_once(start):
     said, _ = start().communicate(timeout=60)
-    assert said.count("hello") >= 3  # the program, and two workers
+    assert said.count("hello") >= 6  # the program, and two workers; each says it twice
     assert said.count("program") == said.count("done") == 1
 
 
@@ -123,3 +136,25 @@ def test_no_worker_outlives_a_parent_that_is_killed(start):
     process.kill()
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
+
+
+@needs_vocabulary
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_the_command_ends_well_where_every_python_prints_something(start, tmp_path, is_stopped):
+    """Also by Ctrl-C, which every process of a terminal hears, when its workers have begun."""
+    rows = [json.dumps({"text": text}) + "\n" for text in documents_of(1000)]
+    (tmp_path / "big.jsonl").write_text("".join(rows))
+    process = start("big.jsonl", program=data.__file__)
+    heard = 0
+    while is_stopped and heard < 4:  # of this process and of the first worker
+        line = process.stdout.readline()
+        assert line, "it has ended"
+        heard += line == "hello\n"
+    if is_stopped:
+        os.killpg(process.pid, signal.SIGINT)
+    # The pipe that all of them print to ends when the last of them has ended.
+    said, _ = process.communicate(timeout=60)
+    status, says = 0, "to train on: 1 file, 950 documents"
+    if is_stopped:
+        status, says = 130, "data.py: stopped; the same command goes on from here"
+    assert process.returncode == status and says in said and "Traceback" not in said
