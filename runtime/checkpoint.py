@@ -391,7 +391,7 @@ def commit():
     # of one that this code lies in.
     variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     variables["GIT_CEILING_DIRECTORIES"] = str(ROOT.parent)
-    options = {"capture_output": True, "text": True, "check": True}
+    options = {"capture_output": True, "encoding": "utf-8", "check": True}
     try:
         done = subprocess.run(command, cwd=ROOT, env=variables, **options)
     except (OSError, subprocess.CalledProcessError):
