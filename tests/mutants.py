@@ -220,13 +220,13 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("kernels/__init__.py", "the newest card speaks for all", "min(cards) >= (8, 0)", "max(cards) >= (8, 0)"),
     ("kernels/__init__.py", "one card that is known is enough", "return capabilities() == {(9, 0)}", "return (9, 0) in capabilities()"),
     ("kernels/__init__.py", "kernels on a new card untried", "INTERPRET or tried() or kernel in passed", "INTERPRET or capable()"),
-    ("kernels/__init__.py", "AMD's gfx942 is a number too", 're.fullmatch(r"(\d+)\.(\d+)", ', 're.search(r"(\d)\.?(\d)", '),
+    ("kernels/__init__.py", "AMD's gfx942 is a number too", r're.fullmatch(r"(\d+)\.(\d+)", ', r're.search(r"(\d)\.?(\d)", '),
     # kernels/choice.py
     ("kernels/choice.py", "float32 on a TPU", 'if kernels.capable() or platforms == {"tpu"}:', "if kernels.capable():"),
     ("kernels/choice.py", "bfloat16 on any GPU", 'if kernels.capable() or platforms == {"tpu"}:', 'if platforms != {"cpu"}:'),
     ("kernels/choice.py", "known cards are tried again", "if kernels.tried() or not kernels.capable():", "if not kernels.capable():"),
     ("kernels/choice.py", "a kernel that failed is used", "        else:\n            kernels.passed.add(kernel)", "        kernels.passed.add(kernel)"),
-    ("kernels/choice.py", "all lines of an error", 'str(error).partition("\n")[0]', "str(error)"),
+    ("kernels/choice.py", "all lines of an error", r'str(error).partition("\n")[0]', "str(error)"),
     ("kernels/choice.py", "the pullback is not tried", "return value, push(*x), pull(value)", "return value, push(*x)"),
     ("kernels/choice.py", "what was left out is not named", "if left_out:", "if False:"),
     # kernels/derivative.py
