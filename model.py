@@ -10,7 +10,7 @@ The parameters are a nested dict of float32 arrays. A weight is (in, out), so a 
 the weights of all blocks are stacked on a leading axis L. The logits of a whole batch are too large
 to hold, so `hidden` ends below the head, and `over_tokens` applies the head to a few at a time.
 
-`@on_gpu(kernel)` lets a kernel take the place of a function on a GPU. It computes the same, faster.
+`@on_gpu(kernel)` lets a kernel replace a function on a GPU that can run it. It does the same, faster.
 
 Axes: B sequences, T positions, D model width, K width of an attention head, F width of the MLP, V
 vocabulary, L layers, c tokens of a chunk. The one called "the head" is the last matrix, [D, V].
@@ -44,7 +44,7 @@ class Config:
     mlp: str = "gelu"  # gelu (two matrices, as in the paper) | swiglu (three: the usual LLaMA)
     # LayerNorm on the queries and keys, over all heads together (paper); false = the usual LLaMA
     qk_norm: bool = True
-    # float32 | bfloat16: type of the factors of matrix products; train.py takes bfloat16 on a GPU
+    # float32 | bfloat16: type of the factors of matrix products; train.py takes bfloat16 where fast
     dtype: str = "float32"
     head_chunk: int = 4096  # the most tokens whose logits are held at once; fewer = less memory
 

@@ -228,7 +228,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("kernels/choice.py", "bfloat16 on any GPU", 'if kernels.capable() or platforms == {"tpu"}:', 'if platforms != {"cpu"}:'),
     ("kernels/choice.py", "known cards are tried again", "if kernels.tried() or not kernels.capable():", "if not kernels.capable():"),
     ("kernels/choice.py", "a kernel that failed is used", "        else:\n            kernels.passed.add(kernel)", "        kernels.passed.add(kernel)"),
-    ("kernels/choice.py", "all lines of an error", 'str(error).partition("\n")[0]', "str(error)"),
+    ("kernels/choice.py", "all lines of an error", r'str(error).partition("\n")[0]', "str(error)"),
     ("kernels/choice.py", "the pullback is not tried", "return value, push(*x), pull(value)", "return value, push(*x)"),
     ("kernels/choice.py", "what was left out is not named", "if left_out:", "if False:"),
     # kernels/derivative.py

@@ -258,7 +258,8 @@ def test_bfloat16_is_close_to_float32():
     assert 0 < abs(rounded_loss - loss) < 0.02 * loss
     for a, b in zip(jax.tree.leaves(grad), jax.tree.leaves(rounded_grad), strict=True):
         assert b.dtype == jnp.float32
-        assert np.linalg.norm(a - b) < 0.05 * np.linalg.norm(a)
+        # 0.02 here. Each of about ten products in a row adds some 2^-8; processors differ.
+        assert np.linalg.norm(a - b) < 0.1 * np.linalg.norm(a)
 
 
 def test_bfloat16_rounds_nothing_but_products():

@@ -1,5 +1,6 @@
 """The kernel of queries, keys and values, step by step on a CPU, against the plain function."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -50,15 +51,18 @@ def test_value_and_derivatives_are_those_of_the_plain_function(size, qk_norm):
 
 
 @pytest.mark.parametrize("qk_norm", [True, False])
-def test_the_kernel_computes_in_float32_and_rounds_once(qk_norm):
-    """In bfloat16 it gives what the plain function gives, to a neighbour's distance of bfloat16."""
+def test_bfloat16_costs_the_kernel_no_more_than_the_plain_function(qk_norm):
+    """It computes in float32 and rounds once, as the plain function does on the same machine."""
     network = network_of(SIZES[1], qk_norm=qk_norm, dtype="bfloat16")
     x = jax.tree.map(jnp.float32, random_inputs(network))
-    got = jax.jit(partial(heads.queries_keys_values_kernel, network))(*x)
-    expected = jax.jit(partial(plain, network))(*x)
-    for a, b in zip(got, expected, strict=True):
-        assert a.dtype == b.dtype == jnp.bfloat16
-        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2.0**-7, atol=1e-5)
+    exact = jax.jit(partial(plain, replace(network, dtype="float32")))(*x)
+    by_plain = jax.jit(partial(plain, network))(*x)
+    by_kernel = jax.jit(partial(heads.queries_keys_values_kernel, network))(*x)
+    for a, b, c in zip(exact, by_plain, by_kernel, strict=True):
+        assert b.dtype == c.dtype == jnp.bfloat16
+        plain_error = np.linalg.norm(np.float32(b) - a)
+        error = np.linalg.norm(np.float32(c) - a)
+        assert 0 < error < 1.2 * plain_error
 
 
 def test_the_kernel_takes_bfloat16(monkeypatch):
