@@ -161,7 +161,7 @@ def accumulate(state, tokens, config):
 
 def learning_rate(t, config):
     """Learning rate of optimizer step t: a linear rise, then as the schedule says."""
-    steps = config.warmup_steps or config.warmup * config.outer_steps
+    steps = float(config.warmup_steps) or config.warmup * config.outer_steps
     start = jnp.minimum(steps / config.outer_steps, 0.999)  # of the fall, which may never come
     run = progress(t / config.outer_steps, start)
     fall = SCHEDULES[config.schedule](run)

@@ -166,7 +166,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     # baselines.py
     ("baselines.py", "cosine one step ahead", "progress(t / config.outer_steps", "progress((t + 1) / config.outer_steps"),
     ("baselines.py", "the cosine falls during the warm-up", "start = jnp.minimum(steps / config.outer_steps, 0.999)", "start = jnp.minimum(0.0, 0.999)"),
-    ("baselines.py", "a number of warm-up steps not heard", "steps = config.warmup_steps or config.warmup", "steps = config.warmup"),
+    ("baselines.py", "a number of warm-up steps not heard", "steps = float(config.warmup_steps) or config.warmup", "steps = config.warmup"),
     ("baselines.py", "a baseline's lr not heard", "return config.lr * rise(", "return 0.003 * rise("),
     ("baselines.py", "lr of the first step for all", "config.optimizer(learning_rate(state.t, config))", "config.optimizer(learning_rate(0, config))"),
     ("baselines.py", "sums for means over inner batches", "total / config.inner_steps, state.grad)", "total, state.grad)"),
@@ -376,7 +376,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("runtime/checkpoint.py", "rows after the checkpoint kept on resuming", 'if row["step"] <= int(state.t)]', "if True]"),
     ("runtime/checkpoint.py", "checkpoints in half precision", "= parallel.whole(a)\n", '= parallel.whole(a).astype("f2").astype(a.dtype)\n'),
     ("runtime/checkpoint.py", "another run's folder taken over", "    if changes:\n        what", "    if not then:\n        what"),
-    ("runtime/checkpoint.py", "the code's hash is of its names", "[path.name, path.read_text()]", "[path.name]"),
+    ("runtime/checkpoint.py", "the code's hash is of its names", '[path.name, path.read_text(encoding="utf-8")]', "[path.name]"),
     ("runtime/checkpoint.py", "other code is not said", "    if code_then != code():\n", "    if False:\n"),
     ("runtime/checkpoint.py", "a run lost when a flag is added", 'then = defaults | saved["config"]', 'then = saved["config"]'),
     ("runtime/checkpoint.py", "NaN in the log", "allow_nan=False", "allow_nan=True"),

@@ -55,7 +55,7 @@ def main(monkeypatch, tmp_path):
 def table(text):
     """The lines below the header."""
     first, header, *lines = text.splitlines()
-    assert first.startswith("tiny, float32, inner batches of ")
+    assert first.startswith("tiny, float32, plain JAX, inner batches of ")
     assert "one large product: 0.0 TFLOP/s" in first
     assert header.split()[0] == "ms"
     return lines
@@ -109,7 +109,7 @@ def test_rows_selects(main, capsys):
     [
         (["--model", "big"], "model is 'big'; valid: tiny, 45m, 150m"),
         (["--dtype", "float16"], "dtype is 'float16'; valid: float32, bfloat16"),
-        (["--reps", "3"], "unknown flag '--reps'; valid with this method: --model, "),
+        (["--reps", "3"], "unknown flag '--reps'; did you mean --repeat?"),
         (["--inner-batch", "many"], "--inner-batch is 'many'; it must be a whole number such as "),
         (["--inner-batch", "-1"], "inner_batch is -1; it must be at least 0"),
         (["--vocab-size", "-1"], "vocab_size is -1; it must be at least 0"),

@@ -10,7 +10,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from conftest import TOY, random_params, random_tokens
 from jax import export
@@ -55,7 +54,9 @@ def test_every_program_of_a_method_can_be_lowered_for_a_tpu(name):
         gradient = lowered(baselines.accumulate, state, TOKENS, config)
         lowered(baselines.finish, state, config)
     elif module is gn_cg:
-        gradient = lowered(gn_cg.solve, state, np.stack([TOKENS, TOKENS]), config)
+        measured = PARAMS, PARAMS, TOKENS, config, gn.quadratic, gn.value_and_grad
+        gradient = lowered(gn_cg.measure, *measured)
+        lowered(gn_cg.conjugate_step, PARAMS, PARAMS, PARAMS, PARAMS)
     else:
         gradient = lowered(gn.inner_step, state, TOKENS, config, module.value_and_grad)
         lowered(gn.move, state, jnp.ones(()), config)

@@ -176,6 +176,7 @@ SCRIPT = [sys.executable, str(Path(__file__).parent / "on_gpu.py")]
 def test_kernels_on_a_gpu():
     """The script's checks, at its defaults; what fails is a line of its output."""
     env = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # others may use the GPU, too
     done = subprocess.run(SCRIPT, capture_output=True, text=True, env=env)
     if done.returncode == 2:
         pytest.skip(f"nvidia-smi is on the PATH, but JAX is one for a CPU: {done.stderr}")

@@ -25,7 +25,7 @@ import plot
 import sample
 import train
 from runtime import flags
-from text import documents
+from text import documents, formats
 
 
 def files(folder):
@@ -192,17 +192,19 @@ def valid():
     zipped = gzip.compress(rows, mtime=0)
     whole = {
         ".jsonl": rows,
+        ".json": json.dumps([{"text": text} for text in texts]).encode(),
         ".json.gz": zipped,
         ".jsonl.gz": zipped,
         ".parquet": table.getvalue().to_pybytes(),
     }
-    return whole | {".txt": "\n".join(texts).encode()}
+    plain = "\n".join(texts).encode()
+    return whole | {".txt": plain, ".txt.gz": gzip.compress(plain, mtime=0)}
 
 
 VALID = valid()
 
 
-@pytest.mark.parametrize("suffix", documents.READERS)
+@pytest.mark.parametrize("suffix", formats.READERS)
 @given(st.data())
 def test_any_bytes_in_a_text(suffix, draw):
     """A valid file with bytes changed or its end gone: documents, or a refusal in one line."""

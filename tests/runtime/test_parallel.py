@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 import data
 import optimizers
 import train
+from kernels import choice
 from runtime import checkpoint, parallel
 
 # Not the defaults, because: eigenvectors of larger factors are not unique; a large system takes
@@ -128,7 +129,7 @@ def test_a_run_is_the_same_on_one_two_and_four_devices_and_spread(here, capsys):
             patch.setattr(jax, "local_device_count", lambda n=n: n)
             assert run("--method", "gn", "--out", out, *more) == 0
         said = capsys.readouterr().out
-        assert f"parameters on {n} x cpu" in said and (f"{4 - n} idle" in said) == (n < 4)
+        assert f"parameters, float32 on {n} x cpu" in said and (f"{4 - n} idle" in said) == (n < 4)
     for out in ("b", "c", "d"):
         assert_close(everything(out), everything("a"), rtol=1e-2, atol=1e-4)
         assert_close(
@@ -266,21 +267,21 @@ def test_a_platform_that_is_not_there_is_one_line(here, optimized):
     root = Path(train.__file__).parent
     for words in (["train.py", *SMALL], ["bench.py"], ["sample.py", "a", "--out", "r"]):
         command = [sys.executable, *optimized, root / words[0], *words[1:]]
-        environment = AS_A_USER | {"JAX_PLATFORMS": "cuda"}
+        environment = AS_A_USER | {"JAX_PLATFORMS": "rocm"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        start = f"{words[0]}: JAX_PLATFORMS is cuda, but JAX cannot use that: "
+        start = f"{words[0]}: JAX_PLATFORMS is rocm, but JAX cannot use that: "
         assert done.stderr.startswith(start) and done.stderr.count("\n") == 1, done.stderr
         assert done.returncode == 2 and not done.stdout
 
 
-def test_matrix_products_are_in_bfloat16_on_a_gpu_and_in_float32_on_a_cpu(monkeypatch):
+def test_matrix_products_are_in_what_suits_the_device(monkeypatch):
     """By default; what came out is in config.json, and a flag decides."""
 
     def dtype(*more):
         return train.configure(["--model", "tiny", *more]).values["dtype"]
 
     assert (dtype(), dtype("--dtype", "bfloat16")) == ("float32", "bfloat16")
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(choice, "default_dtype", lambda: "bfloat16")
     assert (dtype(), dtype("--dtype", "float32")) == ("bfloat16", "float32")
     assert train.configure(["--model", "tiny"]).network.dtype == "bfloat16"
 
@@ -355,7 +356,7 @@ def test_two_processes_train_as_one(here, method, more):
         together("--method", method, "--out", "two", *more)
     )
     assert (status, status1) == (0, 0), err + err1
-    assert "parameters on 4 x cpu" in out and "validation loss" in out
+    assert "parameters, float32 on 4 x cpu" in out and "validation loss" in out
     words = {
         "parameters",
         "tokens",
@@ -461,10 +462,9 @@ def test_a_read_that_fails_ends_the_run_with_status_1(here, capsys, monkeypatch)
     assert capsys.readouterr().err == "train.py: disk gone\n"
 
 
-def test_time_spent_waiting_for_input_is_logged(here, capsys):
+def test_time_spent_waiting_for_input_is_logged(here):
     assert run("--method", "muon", "--out", "r") == 0
     assert all(0 < row["input_wait"] < row["seconds"] for row in rows("r"))
-    assert "% of that time was spent waiting for input" in capsys.readouterr().out
 
 
 def test_a_spread_array_is_saved_whole(tmp_path):
