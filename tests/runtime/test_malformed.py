@@ -65,7 +65,8 @@ FLAGS = {
         ["--data", "nowhere.txt"],
         "data is 'nowhere.txt'; valid: stdlib, c4, or the path",
     ),
-    "a file of no known kind": (["--data", "thing.pdf"], "that end in .txt, .jsonl"),
+    "settings of another program": (["--data", "other/config.json"], "line 1 is no JSON object"),
+    "a file of no known kind": (["--data", "other/notes.md"], "that end in .txt, .jsonl"),
     "a folder without files": (["--data", "hollow"], "that end in .txt, .jsonl"),
     "a line that is no JSON": (["--data", "bad.jsonl"], "line 2 is no JSON object with a string"),
     "gzipped, and cut short": (["--data", "bad.json.gz"], "damaged after line"),
@@ -133,10 +134,10 @@ def bad_inputs():
     Path("picture.txt").write_bytes(b"\x89PNG\r\n\x1a\n" * 100)
     Path("bad.jsonl").write_text('{"text": "a"}\n{"text": 1}\n')
     Path("bad.json.gz").write_bytes(gzip.compress(b'{"text": "a"}\n')[:-9])
-    Path("thing.pdf").write_bytes(b"%PDF-1.7")
     Path("hollow").mkdir()
     Path("other").mkdir()
     Path("other/config.json").write_text('{"architectures": []}')
+    Path("other/notes.md").write_text("notes")
 
 
 @pytest.mark.parametrize("words, says", FLAGS.values(), ids=FLAGS)
@@ -190,15 +191,17 @@ def valid():
     table = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), table)
     zipped = gzip.compress(rows, mtime=0)
-    whole = {
+    prose = "\n".join(texts).encode()
+    array = json.dumps([{"text": text} for text in texts], indent=1).encode()
+    return {
+        ".txt": prose,
+        ".txt.gz": gzip.compress(prose, mtime=0),
         ".jsonl": rows,
-        ".json": json.dumps([{"text": text} for text in texts]).encode(),
+        ".json": array,
         ".json.gz": zipped,
         ".jsonl.gz": zipped,
         ".parquet": table.getvalue().to_pybytes(),
     }
-    plain = "\n".join(texts).encode()
-    return whole | {".txt": plain, ".txt.gz": gzip.compress(plain, mtime=0)}
 
 
 VALID = valid()
