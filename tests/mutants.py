@@ -331,7 +331,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("runtime/checkpoint.py", "rows after the checkpoint kept on resuming", 'if row["step"] <= int(state.t)]', "if True]"),
     ("runtime/checkpoint.py", "checkpoints in half precision", "= parallel.whole(a)\n", '= parallel.whole(a).astype("f2").astype(a.dtype)\n'),
     ("runtime/checkpoint.py", "another run's folder taken over", "    if changes:\n        what", "    if not then:\n        what"),
-    ("runtime/checkpoint.py", "the code's hash is of its names", "[path.name, path.read_text()]", "[path.name]"),
+    ("runtime/checkpoint.py", "the code's hash is of its names", '[path.name, path.read_text(encoding="utf-8")]', "[path.name]"),
     ("runtime/checkpoint.py", "other code is not said", "    if code_then != code():\n", "    if False:\n"),
     ("runtime/checkpoint.py", "a run lost when a flag is added", 'then = defaults | saved["config"]', 'then = saved["config"]'),
     ("runtime/checkpoint.py", "NaN in the log", "allow_nan=False", "allow_nan=True"),
