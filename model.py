@@ -10,7 +10,7 @@ The parameters are a nested dict of float32 arrays. A weight is (in, out), so a 
 the weights of all blocks are stacked on a leading axis L. The logits of a whole batch are too large
 to hold, so `hidden` ends below the head, and `over_tokens` applies the head to a few at a time.
 
-`@on_gpu(kernel)` lets a kernel replace a function on a GPU that can run it: the same, faster.
+`@on_gpu(kernel)` lets a kernel replace a function on some GPUs. It computes the same, faster.
 
 Axes: B sequences, T positions, D model width, K width of an attention head, F width of the MLP, V
 vocabulary, L layers, c tokens of a chunk. The one called "the head" is the last matrix, [D, V].
