@@ -88,7 +88,9 @@ def test_update_is_the_step_written_out(cls, float64):
     opt = make(0.0).init(theta)
     state = baselines.init(theta, config)
     for t in range(3):
-        state, metrics = baselines.update(state, batches, None, config)
+        before = state
+        state, metrics = baselines.update(before, batches, None, config)
+        assert all(a.is_deleted() for a in jax.tree.leaves(before.params))  # as it says
         results = [VALUE_AND_GRAD(theta, batches(k), TOY) for k in range(2)]
         (loss_0, grad_0), (loss_1, grad_1) = results
         grad = jax.tree.map(lambda a, b: (a + b) / 2, grad_0, grad_1)

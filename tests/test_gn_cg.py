@@ -45,8 +45,10 @@ def test_update_is_the_dense_solve(float64, damping):
     def watch(state):
         solved.append(flat(state.theta) - flat(params))
 
-    state, metrics = gn_cg.update(gn_cg.init(params, config), batches, fresh, config, watch)
+    before = gn_cg.init(params, config)
+    state, metrics = gn_cg.update(before, batches, fresh, config, watch)
     close(solved, [step], 1e-6)
+    assert not any(a.is_deleted() for a in jax.tree.leaves(before))  # as it says
 
     _, unravel = jax.flatten_util.ravel_pytree(params)
     theta = unravel(flat(params) + step)
