@@ -39,7 +39,7 @@ class Config:
     rows: str = ""  # only rows whose name holds one of these words, between commas; default all
     inner_batch: int = 0  # sequences in an inner batch; default 8 for tiny, else 32
     inner_steps: int = 8  # inner batches in the outer steps
-    dtype: str = ""  # float32 | bfloat16; default bfloat16 on a GPU
+    dtype: str = ""  # float32 | bfloat16; default: what suits the devices
     vocab_size: int = 0  # ids; default 256 for tiny, else 32000
     repeat: int = 10  # repetitions
     json: str = ""  # file for the same numbers as data

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import model
+from kernels import choice
 from runtime import checkpoint, files, flags, parallel
 from runtime.command import blaming_input, command
 from text.tokenizer import tokenizer
@@ -82,6 +83,7 @@ def generate(folder, text, seed=0):
     Raises ValueError if the folder is not one of a run.
     """
     network, params, tok = read(folder)
+    choice.choose(network)
     ids = [tok.end_of_text, *tok.encode(text).tolist()]
     for key in jax.random.split(jax.random.key(seed), LENGTH):
         last = ids[-network.context :]
