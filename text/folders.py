@@ -6,7 +6,7 @@ followed, and a file to which several names lead is read once. Not read are
 - hidden files and folders, whose names begin with a dot, and packages of other programs;
 - what this project itself writes: runs, token files, compiled programs;
 - .json files without documents: many programs keep their settings in such files;
-- all other files. Of the last two kinds, one line says how many there are.
+- files with other endings. One line names these two kinds, or says how many there are.
 """
 
 import json
@@ -59,11 +59,17 @@ def files_in(folder):
         if os.path.isdir(path):
             folders.append(path)
             continue
-        real = os.path.realpath(path)
-        # Such as in Hugging Face's cache: the link has an ending, what it leads to has none.
-        if real not in found or not reader(Path(found[real])):
-            found[real] = path
+        add(found, os.path.realpath(path), path)
     return found
+
+
+def add(found, real, path):
+    """Adds a file to {real path: path}, unless it is there by a name that can be read.
+
+    A link may have an ending where the file itself has none, as in Hugging Face's cache.
+    """
+    if real not in found or not reader(Path(found[real])):
+        found[real] = path
 
 
 def enter(folder, real, found, folders, links):
@@ -80,7 +86,7 @@ def enter(folder, real, found, folders, links):
         elif entry.is_dir():
             folders.append(entry.path)
         elif entry.is_file():
-            found[os.path.join(real, entry.name)] = entry.path
+            add(found, os.path.join(real, entry.name), entry.path)
 
 
 def name_of(entry):

@@ -25,7 +25,7 @@ def write(path, megabytes):
     rng = random.Random(0)
     (source,) = documents.sources("stdlib")
     lines = "".join(source.read()).splitlines(keepends=True)
-    with gzip.open(path, "wt", compresslevel=1) as file:
+    with gzip.open(path, "wt", compresslevel=1, encoding="utf-8") as file:
         for _ in range(megabytes * 1000):
             text = "".join(rng.choices(lines, k=25))
             file.write(json.dumps({"text": text}) + "\n")
