@@ -15,7 +15,7 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,8 +65,8 @@ class Config:
     method: str = "gn"
     # the network and the defaults that go with it (Appendix E)
     model: str = "45m"
-    # c4 (streamed) | stdlib (Python's own source) | a file or folder of .txt .jsonl .json.gz
-    # .parquet
+    # c4 (streamed) | stdlib (Python's own source) | a file or folder of .txt .jsonl .json .parquet,
+    # or the first three with .gz
     data: str = None
     tokenizer: str = None  # bytes | gpt2 (cut to --vocab-size ids; 0 = 32000, Section 5)
     # tokens in a batch, which an outer step reads; line search not included (Appendix H: 400k to
@@ -720,13 +720,14 @@ def check_places(runs):
 
 def prepare_all(runs):
     """The text of each run, tokenized. Raises ValueError if it is missing, damaged or too short."""
+    prepare_text = cache(data.prepare)  # the runs of a grid may share it
 
     def prepare():
         corpora = []
         for run in runs:
             context = run.network.context
             need = run.training_tokens
-            corpora.append(data.prepare(run.config.data, run.tokenizer, context, need))
+            corpora.append(prepare_text(run.config.data, run.tokenizer, context, need))
         return corpora
 
     return parallel.first(prepare, "data")

@@ -7,6 +7,7 @@ import inspect
 import itertools
 import math
 import operator
+import os
 import re
 import sys
 from fractions import Fraction
@@ -81,7 +82,8 @@ def count(text):
 
 def utf8(text):
     """The text itself. Raises ValueError if the bytes it came from were not UTF-8."""
-    return text.encode().decode()
+    os.fsencode(text).decode("utf-8")
+    return text
 
 
 def boolean(text):
