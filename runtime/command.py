@@ -12,7 +12,7 @@ where it is.
 import os
 import signal
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 
@@ -52,9 +52,9 @@ def command(main):
             if status is None:
                 raise
             if reason:
-                print(f"{name}: {reason}", file=sys.stderr)
-            else:
-                discard_output()
+                with suppress(OSError):  # nobody may read that either
+                    print(f"{name}: {reason}", file=sys.stderr)
+            discard_unread()
             return status
 
     return run
@@ -111,7 +111,11 @@ def open_streams():
             stream.reconfigure(errors="backslashreplace")
 
 
-def discard_output():
-    """Sends what is still to be written nowhere, or Python would complain as it ends."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
+def discard_unread():
+    """Sends what a stream cannot write nowhere, or Python would complain as it ends."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
