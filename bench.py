@@ -339,7 +339,6 @@ def choose(config, network, mesh, batches):
 def describe(config, network, mesh, rate):
     """What the file says besides the rows: the settings as they came out, and the machine."""
     about = {
-        "inner_batch": config.inner_batch,
         "context": network.context,
         "dtype": network.dtype,
         "vocab_size": network.vocab_size,
@@ -368,10 +367,11 @@ def run(config):
         print(opening(about), HEADER, sep="\n", flush=True)
         try:
             for row in chosen:
-                results.append(measure(config, network, rate, row))
+                result = measure(config, network, rate, row)
                 if config.json:
-                    write(config.json, about | {"rows": results})
-                print(line(results[-1]), flush=True)
+                    write(config.json, about | {"rows": [*results, result]})
+                results.append(result)
+                print(line(result), flush=True)
         except KeyboardInterrupt:
             if config.json and results:
                 what = f"{len(results)} of {len(chosen)} rows are in {config.json}"

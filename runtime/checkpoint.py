@@ -102,7 +102,7 @@ def find_difference(found, expected):
             continue
         difference = f"{name} is {there} there, {here} here"
         if without_width(there) == without_width(here):
-            difference += "; is JAX_ENABLE_X64 another one than it was then?"
+            difference += " (was JAX_ENABLE_X64 another one then?)"
         return difference
     return None
 

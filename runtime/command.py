@@ -12,7 +12,7 @@ where it is.
 import os
 import signal
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 
@@ -54,11 +54,9 @@ def command(main):
             if status is None:
                 raise
             if reason:
-                if sys.stderr.isatty():
-                    print(CLEAR_LINE, end="", file=sys.stderr)
-                print(f"{name}: {reason}", file=sys.stderr)
-            else:
-                discard_output()
+                with suppress(OSError):  # nobody may read that either
+                    say(f"{name}: {reason}")
+            discard_unread()
             return status
 
     return run
@@ -94,6 +92,13 @@ def explain(error):
     return None, None
 
 
+def say(reason):
+    """Prints a reason on standard error, in one line."""
+    if sys.stderr.isatty():
+        print(CLEAR_LINE, end="", file=sys.stderr)
+    print(reason.replace("\n", " "), file=sys.stderr)
+
+
 def open_streams():
     """Makes the three standard streams usable, whatever the shell has made of them.
 
@@ -116,7 +121,11 @@ def open_streams():
             stream.reconfigure(errors="backslashreplace", line_buffering=True)
 
 
-def discard_output():
-    """Sends what is still to be written nowhere, or Python would complain as it ends."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
+def discard_unread():
+    """Sends what a stream cannot write nowhere, or Python would complain as it ends."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())

@@ -372,6 +372,10 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("runtime/live.py", "saved at the ends of outer steps only", "    if (number or due) and saver", "    if number and saver"),
     ("runtime/live.py", "the newest state lost to a signal", "    if (number or due) and saver", "    if due and saver"),
     ("runtime/command.py", "a signal that passes for a failure", "class Stop(BaseException):", "class Stop(Exception):"),
+    ("runtime/command.py", "an error that nobody reads ends in a traceback", "                with suppress(OSError):", "                if True:"),
+    ("runtime/command.py", "Python complains of what nobody reads", "            discard_unread()\n", ""),
+    ("runtime/command.py", "a closed stream's number is given away", "            os.open(os.devnull, os.O_RDWR)  # it", "            pass  # it"),
+    ("runtime/command.py", "what is said on a closed stream is lost", "        sys.stderr = sys.stdout\n", "        sys.stderr = open(os.devnull, 'w')\n"),
     # runtime/checkpoint.py
     ("runtime/checkpoint.py", "rows after the checkpoint kept on resuming", 'if row["step"] <= int(state.t)]', "if True]"),
     ("runtime/checkpoint.py", "checkpoints in half precision", "= parallel.whole(a)\n", '= parallel.whole(a).astype("f2").astype(a.dtype)\n'),

@@ -80,12 +80,9 @@ def test_the_command(capsys, tmp_path, monkeypatch):
 
 
 def test_a_folder_that_cannot_be_is_one_line(capsys, tmp_path, monkeypatch):
+    """Before anything is computed."""
     (tmp_path / "file").touch()
-
-    def teach(out):
-        out.mkdir(parents=True, exist_ok=True)
-
-    monkeypatch.setattr(tutorial, "teach", teach)
+    monkeypatch.setattr(tutorial, "teach", None)
     assert tutorial.main(["--out", str(tmp_path / "file")]) == 1
     assert re.fullmatch(r"tutorial\.py: .+\n", capsys.readouterr().err)
 

@@ -65,6 +65,19 @@ def test_where_nobody_reads_a_command_ends_without_a_word(with_run, command):
     process.stderr.close()
 
 
+def test_an_error_that_nobody_reads_keeps_its_status(with_run):
+    """As in `python plot.py nowhere 2>&1 | true`; and a full disk is one line."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(words_of(["plot.py", "nowhere"]), env=QUICK, **pipes)
+    process.stdout.close()
+    assert process.wait() == 2
+    if not Path("/dev/full").exists():  # which not every system has
+        return
+    ended = done(PLOT, redirect=">/dev/full")
+    says = "plot.py: [Errno 28] No space left on device\n"
+    assert (ended.returncode, ended.stderr) == (1, says)
+
+
 def test_ctrl_c_while_it_measures_is_one_line(with_run):
     """In bench.py, which keeps what it has measured."""
     command = ["bench.py", "--repeat", "1", "--inner-batch", "1", "--json", "new/a.json"]
