@@ -54,8 +54,9 @@ def command(main):
             if reason:
                 with suppress(OSError):  # nobody may read that either
                     print(f"{name}: {reason}", file=sys.stderr)
-            discard_unread()
             return status
+        finally:
+            discard_unread()
 
     return run
 
