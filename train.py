@@ -439,7 +439,7 @@ def warm_up(session):
     found = find_warm_up(run, path, made)
     if found is None:
         found = make_warm_up(session, params, key)
-        checkpoint.save(path, found)
+        checkpoint.save(path, found, shared=True)
     else:
         checkpoint.warn_of_other_code(path, np.asarray(found["code"]).tobytes().hex())
     checkpoint.remove(unfinished(run))
@@ -457,6 +457,7 @@ def warm_up_key(session):
         run.config.warmup_lr,
         session.corpus.meta["sha256"],
         jax.__version__,
+        checkpoint.jax_settings(),
         jax.devices()[0].device_kind,
     )
 

@@ -56,8 +56,9 @@ def command(main):
             if reason:
                 with suppress(OSError):  # nobody may read that either
                     say(f"{name}: {reason}")
-            discard_unread()
             return status
+        finally:
+            discard_unread()
 
     return run
 

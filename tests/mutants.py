@@ -373,7 +373,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("runtime/live.py", "the newest state lost to a signal", "    if (number or due) and saver", "    if due and saver"),
     ("runtime/command.py", "a signal that passes for a failure", "class Stop(BaseException):", "class Stop(Exception):"),
     ("runtime/command.py", "an error that nobody reads ends in a traceback", "                with suppress(OSError):", "                if True:"),
-    ("runtime/command.py", "Python complains of what nobody reads", "            discard_unread()\n", ""),
+    ("runtime/command.py", "Python complains of what nobody reads", "            discard_unread()\n", "            pass\n"),
     ("runtime/command.py", "a closed stream's number is given away", "            os.open(os.devnull, os.O_RDWR)  # it", "            pass  # it"),
     ("runtime/command.py", "what is said on a closed stream is lost", "        sys.stderr = sys.stdout\n", "        sys.stderr = open(os.devnull, 'w')\n"),
     # runtime/checkpoint.py

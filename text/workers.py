@@ -85,13 +85,24 @@ def finished(texts, future):
 def starting_workers():
     """A process that starts in this block does not import the program, and is deaf to Ctrl-C."""
     program = sys.modules["__main__"]
-    # A new process inherits which signals are blocked. In this one, Ctrl-C is only delayed.
-    blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        with ctrl_c_blocked():
+            yield
+    finally:
+        sys.modules["__main__"] = program
+
+
+@contextmanager
+def ctrl_c_blocked():
+    """A new process inherits that Ctrl-C is blocked. In this one, it is only delayed."""
+    if not hasattr(signal, "pthread_sigmask"):  # on Windows, where Ctrl-C reaches all processes
+        yield
+        return
+    blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        sys.modules["__main__"] = program
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
 
 

@@ -18,6 +18,7 @@ BENCH = ["bench.py", "--rows", "muon: opt", "--repeat", "1", "--inner-batch", "1
 PLOT = ["plot.py", "r", "--out", "pictures"]
 SAMPLE = ["sample.py", "--out", "r", "the cat"]
 QUICK = AS_A_USER | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # it compiles faster
+QUICK["PYTHONUNBUFFERED"] = ""  # what is printed waits in a buffer, as it does by default
 DATA = ["data.py", "text.txt", "--tokenizer", "bytes"]
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
@@ -68,9 +69,15 @@ def test_where_nobody_reads_a_command_ends_without_a_word(with_run, command):
 def test_an_error_that_nobody_reads_keeps_its_status(with_run):
     """As in `python plot.py nowhere 2>&1 | true`; and a full disk is one line."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    separate = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(words_of(["plot.py", "nowhere"]), env=QUICK, **pipes)
     process.stdout.close()
     assert process.wait() == 2
+    process = subprocess.Popen(words_of(["plot.py", "--help"]), env=QUICK, **separate)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == 0
     if not Path("/dev/full").exists():  # which not every system has
         return
     ended = done(PLOT, redirect=">/dev/full")
@@ -99,6 +106,22 @@ def test_closed_streams_change_nothing_else(with_run, command, redirect):
     ended = done(command, redirect=redirect)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert bool(ended.stdout) == (redirect == "2>&-")
+
+
+TRY_NUMBER = """
+import os
+from runtime import command
+command.open_streams()
+print(os.open(os.devnull, os.O_RDONLY))
+"""
+
+
+def test_no_file_gets_the_number_of_a_closed_stream():
+    """Or what a library writes to standard error would go into that file."""
+    shell = ["sh", "-c", 'exec "$@" 2>&- <&-', "sh", sys.executable, "-c", TRY_NUMBER]
+    environment = QUICK | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(shell, env=environment, capture_output=True, text=True)
+    assert int(ended.stdout) > 2
 
 
 @pytest.mark.parametrize(
