@@ -31,11 +31,11 @@ def signal_at(call, module=data.Ahead, name="__call__", number=signal.SIGTERM):
     """Within it, a signal comes with that call of module.name, counted from 0."""
     original, seen = getattr(module, name), []
 
-    def counted(*args):
+    def counted(*args, **options):
         seen.append(args)
         if len(seen) == call + 1:
             os.kill(os.getpid(), number)
-        return original(*args)
+        return original(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, name, counted)
@@ -182,8 +182,8 @@ def test_a_signal_right_after_a_save_leaves_that_save(here):
     """It is newer than the state after the last inner step, which must not be written over it."""
     original = checkpoint.save
 
-    def save(path, tree):
-        original(path, tree)
+    def save(path, tree, **options):
+        original(path, tree, **options)
         if path.name == "checkpoint.next.npz" and int(tree.t) == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -234,10 +234,10 @@ def test_a_log_ahead_of_its_checkpoint_is_cut_back(here):
     assert run("--method", "muon", "--out", "whole") == 0
     original = checkpoint.save
 
-    def save(path, tree):
+    def save(path, tree, **options):
         if path.name == "checkpoint.next.npz" and int(tree.t) == 2:
             raise OSError("disk full")
-        original(path, tree)
+        original(path, tree, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "save", save)
