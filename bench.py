@@ -1,13 +1,14 @@
 """How fast is it here? `python bench.py --model tiny` prints a row for each step of training.
 
-The rows are the inner step, the line search and a whole outer step of each method, the updates of
-the optimizers, and a forward pass. A row shows
+The rows are the inner step, the line search and a whole outer step of each Gauss-Newton method (but
+gn_cg, whose steps are of no fixed length), the updates and steps of the baselines, and a forward
+pass. A row shows
   ms        milliseconds of one call: the median, and the smallest and largest, over repetitions
-  tokens/s  tokens that a call reads, over the median
+  tokens/s  tokens that a call reads (an outer step: without its line search), over the median
   share     the rate of the matrix products that the maths asks for, over the rate of one large
             product on the same devices
   GiB       memory that the compiler reserves: arguments, results and all between
-  first, s  seconds of the first call, with its compilation or its retrieval from disk
+  first, s  seconds of the first call, with its compilation
 """
 
 import json
@@ -72,7 +73,8 @@ GAUSS_NEWTON = Products(5, 5, 12)  # two more forward, for the change of the inp
 def layerwise_products(network):
     """Those of layerwise Gauss-Newton: a forward pass, and each stream through the layers above.
 
-    A block's own stream costs 4; on average L / 2 + 1 streams pass a block, each at 2.
+    A block costs 1 for the forward pass, 4 for its own stream, and 2 for each of the (L + 1) / 2
+    streams that pass it on average.
     """
     L = network.n_layers
     return Products(L + 6, 2 * L + 5, 7 + 5 * (L + 2))
@@ -115,7 +117,7 @@ def set_up(config):
 
 
 def rows(config, network, mesh, batches):
-    """Every row, in the order of METHODS, after a forward pass."""
+    """Every row: a forward pass, then those of the methods in the order of METHODS."""
 
     def params():
         """Random parameters on the devices."""
@@ -197,14 +199,15 @@ def gauss_newton_rows(name, module, settings, start, batches):
 
 
 def seconds(repeat, step, state):
-    """Seconds of one call of step, state -> (state, anything): a number for each repetition.
+    """Seconds of one call of step(state): a number for each repetition.
 
-    A repetition is as many calls as take about 0.2 s.
+    step returns the next state and any result. A repetition is as many calls as take about 0.2 s.
     """
     state, _ = jax.block_until_ready(step(state))
     start = time.perf_counter()
     state, _ = jax.block_until_ready(step(state))
     calls = max(1, round(0.2 / (time.perf_counter() - start)))
+    calls = int(parallel.largest(calls))  # all processes must make the same number
     times = []
     for _ in range(repeat):
         start = time.perf_counter()
@@ -275,7 +278,7 @@ def measure(config, network, rate, row):
 # ---- the table -----------------------------------------------------------------------------------
 
 HEADER = (
-    f"{'':44} {'ms':>9} ({'min':>8} {'max':>8})"
+    f"{'':50} {'ms':>9} ({'min':>8} {'max':>8})"
     f" {'tokens/s':>11} {'share':>6} {'GiB':>7} {'first, s':>8}"
 )
 
@@ -291,7 +294,7 @@ def line(result):
     share = show(result["share"], ".0%")
     peak = show(result["peak_gib"], ".2f")
     return (
-        f"{result['name']:44} {ms['median']:9.2f} ({ms['min']:8.2f} {ms['max']:8.2f})"
+        f"{result['name']:50} {ms['median']:9.2f} ({ms['min']:8.2f} {ms['max']:8.2f})"
         f" {tokens:>11} {share:>6} {peak:>7} {result['first_s']:8.1f}"
     )
 
@@ -324,7 +327,7 @@ def reserved(path):
             path.unlink()
 
 
-def choose(config, network, mesh, batches):
+def find_rows(config, network, mesh, batches):
     """The rows that are asked for. Raises ValueError if there are none."""
     words = [word for word in config.rows.split(",") if word] or [""]
     chosen = []
@@ -344,7 +347,7 @@ def describe(config, network, mesh, rate):
         "vocab_size": network.vocab_size,
         "device": jax.devices()[0].device_kind,
         "devices": mesh.size,
-        "forms": choice.forms(),
+        "forms": choice.forms(network),
         "jax": jax.__version__,
         "commit": checkpoint.commit(),
         "matmul_rate": rate,
@@ -352,26 +355,24 @@ def describe(config, network, mesh, rate):
     return vars(config) | about
 
 
-def run(config):
-    """Measures and prints the rows that are asked for. Raises ValueError for a bad setting.
+def run(config, network, mesh, chosen):
+    """Measures and prints the chosen rows.
 
     What was measured is in the file after each row, so that nothing is lost where it is stopped.
     """
-    config, network, mesh, batches = set_up(config)
     choice.choose(network)
-    chosen = choose(config, network, mesh, batches)
     results = []
     with reserved(config.json), jax.set_mesh(mesh):
         rate = matmul_rate(network.dtype, mesh.size)
         about = describe(config, network, mesh, rate)
-        print(opening(about), HEADER, sep="\n", flush=True)
+        print(opening(about), HEADER, sep="\n")
         try:
             for row in chosen:
                 result = measure(config, network, rate, row)
                 if config.json:
                     write(config.json, about | {"rows": [*results, result]})
                 results.append(result)
-                print(line(result), flush=True)
+                print(line(result))
         except KeyboardInterrupt:
             if config.json and results:
                 what = f"{len(results)} of {len(chosen)} rows are in {config.json}"
@@ -392,7 +393,9 @@ def main(words):
         parallel.start()
         fields = flags.fields_of(Config)
         config = Config(**flags.parse(words, {"bench.py": fields}, vars(Config()), __doc__))
-        run(config)
+        config, network, mesh, batches = set_up(config)
+        chosen = find_rows(config, network, mesh, batches)
+    run(config, network, mesh, chosen)
 
 
 if __name__ == "__main__":

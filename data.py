@@ -67,7 +67,7 @@ def prepare(corpus, tok, context, need=float("inf"), folder="data"):
     What was tokenized before is not tokenized again. What was interrupted goes on where it was
     (text/token_files.py). If two processes ask at once, one waits for the other. Raises ValueError
     if the corpus is missing, empty or not text, or if either side is shorter than a window; then
-    nothing is left behind that was not there before. Raises OSError for a failure of the machine.
+    only files that were finished before are kept. Raises OSError for a failure of the machine.
     """
     return Corpus(*token_files.make(corpus, tok, context, need, folder))
 
@@ -166,9 +166,9 @@ class Config:
     tokenizer: str = "gpt2"  # bytes | gpt2
     vocab_size: int = 0  # ids; default 256 for bytes, 32000 for gpt2
 
-    def __post_init__(self):
-        if self.tokens < 1:
-            raise ValueError(f"tokens is {self.tokens}; it must be at least 1")
+    def check(self):
+        """Raises ValueError if a field has a bad value."""
+        flags.check_range(self, ["tokens"], least=1)
 
 
 ABOUT = "Tokenizes a corpus before a run asks for it: python data.py CORPUS --tokens 2b"
@@ -183,8 +183,10 @@ def main(words):
         corpus = words.pop(0)
     with blaming_input():
         fields = flags.fields_of(Config)
-        given = flags.parse(words, {"data.py": fields}, vars(Config()), ABOUT)
+        usage = "%(prog)s CORPUS"
+        given = flags.parse(words, {"data.py": fields}, vars(Config()), ABOUT, usage=usage)
         config = Config(**given)
+        config.check()
         tok = tokenizer(config.tokenizer, config.vocab_size)
         try:
             meta = prepare(corpus, tok, 1, config.tokens).meta

@@ -1,6 +1,8 @@
-"""Gauss-Newton by conjugate gradients: the minimum of the quadratic model itself, for small models.
+"""Gauss-Newton by conjugate gradients: the minimum of the quadratic model, for small models.
 
     δ = -(G + λI)⁻¹ g,     G = Jᵀ H J and g = ∇L(θ_t), both of the whole batch
+
+(J and H: see gn.py. λ is the damping.)
 
 gn.py approaches this step with an optimizer that sees the batch in parts. Conjugate gradients solve
 for it: they need nothing but products G δ, each of which reads the whole batch. That is exact, and
@@ -107,11 +109,12 @@ def measure(theta0, delta, tokens, config, objective, value_and_grad):
 
 
 def conjugate_gradients(product, b, steps):
-    """x with A x = b, nearly: after so many steps, or when |A x - b| is below 1e-10 |b|.
+    """x with A x = b, nearly, where A is symmetric and x·Ax is never negative.
 
-    product: x -> A x, where A is symmetric and positive definite (Hestenes and Stiefel, 1952). Each
-    step goes to the minimum of ½ x·Ax - b·x along a direction p, the part of the downhill direction
-    r = b - A x that no earlier step has used up.
+    product: x -> A x. Each step goes to the minimum of ½ x·Ax - b·x along a direction p. This is
+    the downhill direction r = b - A x, changed so that p·A p' = 0 for every earlier direction p':
+    so no step undoes what another has done (Hestenes and Stiefel, 1952). It ends after so many
+    steps, or when |r| is below 1e-10 |b|.
     """
     x = optax.tree.zeros_like(b)
     r = p = b

@@ -66,7 +66,7 @@ MEASURED = ["step", "tokens", "val_loss", "alpha"]  # the columns of a log that 
 STATISTICS = ["mean", "min", "max"]  # of the runs of a group: a curve and its band
 NETWORK = ["model", "vocab_size", "context", "d_model", "d_ff", "n_layers", "n_heads", "n_kv_heads"]
 NETWORK += ["mlp", "qk_norm"]
-SAME = [*NETWORK, "tokenizer", "data", "eval_tokens"]  # or losses cannot be compared
+SAME = [*NETWORK, "tokenizer", "held_out", "eval_tokens"]  # or losses cannot be compared
 
 
 # ---- tables --------------------------------------------------------------------------------------
@@ -84,8 +84,11 @@ def read_run(folder):
     inner_tokens    tokens in an inner batch
     outer_steps     outer steps of the whole run
     has_inner_loop  whether the method takes an optimizer step on every inner batch
+    held_out        the hash of the text that evaluations read
     group           a text that is equal for runs that differ only in their seed
     run             a text that is equal for runs that do not differ
+
+    Flags that the method does not have are filled in, and `data` becomes the hash of the text.
     """
     run = {"schedule": None} | checkpoint.read_config(folder)["config"]
     run["title"] = METHODS[run["method"]].title
@@ -101,6 +104,7 @@ def read_run(folder):
 
     # Neither the name of the text nor that of the folder matters, if the text is the same.
     run["data"] = run.get("corpus", run["data"])
+    run["held_out"] = run["corpus"]["val"] if "corpus" in run else run["data"]
     run["out"] = None
     run["group"] = json.dumps(run | {"seed": None}, sort_keys=True)
     run["run"] = json.dumps(run, sort_keys=True)
@@ -199,10 +203,13 @@ def keep_best(table):
     if table.empty:
         raise ValueError("none of these runs has a loss to show")
 
-    # One row for each group: whether a run of it is finished, and the mean final loss.
+    # One row for each group: whether a run of it is finished, and the mean final loss. Where one is
+    # finished, those that are not do not count.
     last = table.groupby("run", sort=False).tail(1)
     done = (last.step >= last.outer_steps) | (last.val_loss <= last.target_loss)
-    groups = last.assign(done=done).groupby("group", sort=False)
+    last = last.assign(done=done)
+    last = last[last.done | ~last.groupby("group").done.transform("any")]
+    groups = last.groupby("group", sort=False)
     ranking = groups.agg({"method": "first", "batch": "first", "done": "any", "val_loss": "mean"})
 
     # Finished groups first, then by loss; of each method and batch the first one is kept.
@@ -321,7 +328,7 @@ def draw_steps_to_target(ax, table, target):
     fewest_tokens = (mean * mean.index.get_level_values("batch")).min()
     batch = np.array([table.batch.min(), table.batch.max()])
     x = np.minimum(batch, fewest_tokens)
-    y = np.maximum(fewest_tokens / batch, 1)  # no fewer than one step
+    y = np.maximum(fewest_tokens / batch, 1)  # it ends where one step is enough
     ax.plot(x, y, ":", color="grey", label="optimal scaling")
 
 
@@ -485,20 +492,22 @@ def plan_methods(table, shown):
 
 
 def plan_batches(table, target):
-    """Final loss, and steps to the target loss, against batch; nothing where all have one batch."""
-    if table.batch.nunique() == 1:
-        return []
+    """Final loss, and steps to the target loss, against batch; nothing where all have one batch.
+
+    Where no target is given and no run takes a step to one, there is no panel of steps.
+    """
     # Muon whose batch is an inner batch of Gauss-Newton is a bound, not a point (Section 5).
     inner_batches = table.inner_tokens[table.has_inner_loop]
     is_bound = (table.method == "muon") & table.batch.isin(inner_batches)
     bounds = table[is_bound]
     table = table[~is_bound]
-    if target is None:
-        target = choose_target(table)
-    return [
-        partial(draw_final_losses, table=table, bounds=bounds),
-        partial(draw_steps_to_target, table=table, target=target),
-    ]
+    if table.batch.nunique() < 2:
+        return []
+    panels = [partial(draw_final_losses, table=table, bounds=bounds)]
+    chosen = choose_target(table) if target is None else target
+    if target is not None or len(find_steps_to_target(table, chosen)):
+        panels.append(partial(draw_steps_to_target, table=table, target=chosen))
+    return panels
 
 
 def plan_schedules(shown):
@@ -514,7 +523,7 @@ def plan_step_sizes(shown):
     """One panel for each method with a line search."""
     panels = []
     for _, rows in shown.groupby("method", sort=False):
-        if rows.alpha.notna().any():
+        if keep_common_steps(rows).alpha.notna().any():
             panels.append(partial(draw_step_sizes, rows=rows))
     return panels
 

@@ -50,7 +50,8 @@ def read_network(config):
 def read_weights(path, network):
     """The weights to sample from, of a checkpoint of any method.
 
-    Raises ValueError if it is damaged or its arrays are not of the network's sizes.
+    Raises ValueError if it is damaged or its arrays are not of the network's sizes, and KeyError if
+    some are missing.
     """
     arrays = checkpoint.read_arrays(path)
     field = ".params"
@@ -77,13 +78,13 @@ def draw(network, params, window, n, key):
     return jax.random.categorical(key, z / TEMPERATURE)
 
 
-def generate(folder, text, seed=0):
-    """The text, continued by the model of a run until a document ends, or by LENGTH ids.
+def generate(network, params, tok, text, seed=0):
+    """The text, continued by a model until a document ends, or by LENGTH ids.
 
-    Raises ValueError if the folder is not one of a run.
+    network, params, tok: as from `read`.
     """
-    network, params, tok = read(folder)
     choice.choose(network)
+    params = jax.device_put(params)  # once, not for each id
     ids = [tok.end_of_text, *tok.encode(text).tolist()]
     for key in jax.random.split(jax.random.key(seed), LENGTH):
         last = ids[-network.context :]
@@ -110,8 +111,9 @@ def main(words):
         options = parser.parse_args(words)
         flags.check_range(options, ["seed"], least=0, below=2**32)
         parallel.check_devices()
-        checkpoint.keep_programs("data/compiled")
-        print(generate(options.out, options.text, options.seed))
+        network, params, tok = read(options.out)
+    checkpoint.keep_programs("data/compiled")
+    print(generate(network, params, tok, options.text, options.seed))
 
 
 if __name__ == "__main__":

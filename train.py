@@ -33,7 +33,7 @@ import model
 import optimizers
 from kernels import choice
 from runtime import checkpoint, files, flags, live, parallel, report
-from runtime.command import BadInput, blaming_input, command
+from runtime.command import blaming_input, command, explain, say
 from runtime.progress import Progress
 from text.tokenizer import Tokenizer, tokenizer
 
@@ -72,7 +72,8 @@ class Config:
     # tokens in a batch, which an outer step reads; line search not included (Appendix H: 400k to
     # 120m)
     batch: int = None
-    # tokens of the run, warm-up and line search not included; default 20 per parameter (Section 5)
+    # tokens of the run, warm-up and line search not included; the warm-up is a fraction of them also
+    # where --steps says how long the run is; default 20 per parameter (Section 5)
     tokens: int = None
     steps: int = None  # outer steps; default tokens / batch
     # sequences in an inner batch, b_inner (Section 5: 32 at 45m, 128 at 150m)
@@ -196,10 +197,14 @@ class Run(NamedTuple):
         return self.settings.inner_steps + self.settings.fresh_batches
 
     @property
+    def passes(self):
+        """How often an outer step reads its batch, at most."""
+        return getattr(self.settings, "passes", 1)
+
+    @property
     def step_work(self):
-        """The same, where each counts as often as it is read."""
-        passes = getattr(self.settings, "passes", 1)
-        return passes * self.settings.inner_steps + self.settings.fresh_batches
+        """Inner batches that an outer step reads, each counted as often as it is read."""
+        return self.passes * self.settings.inner_steps + self.settings.fresh_batches
 
     @property
     def batches(self):
@@ -209,8 +214,9 @@ class Run(NamedTuple):
     @property
     def training_tokens(self):
         """Tokens that a run of this size reads at most, so that any method finds the same text."""
-        batches_in_steps = 2 * self.config.steps * self.settings.inner_steps
-        return self.inner_tokens * (self.warmup_batches + batches_in_steps)
+        inner_steps = self.settings.inner_steps
+        of_a_step = inner_steps + max(inner_steps, self.settings.fresh_batches)
+        return self.inner_tokens * (self.warmup_batches + self.config.steps * of_a_step)
 
 
 # ---- the command line ----------------------------------------------------------------------------
@@ -435,8 +441,8 @@ def warm_up(session):
 
     key = warm_up_key(session)
     path = Path("data") / f"warmup-{key[:12]}.npz"
-    made = {"params": params, "loss": jnp.zeros(()), "code": code_bytes()}
-    found = find_warm_up(run, path, made)
+    like = {"params": params, "loss": jnp.zeros(()), "code": code_bytes()}
+    found = find_warm_up(run, path, like)
     if found is None:
         found = make_warm_up(session, params, key)
         checkpoint.save(path, found, shared=True)
@@ -554,7 +560,7 @@ ROW = (
     "lr",
     "alpha",  # step size of the line search
     "inner_loss",
-    "seconds",  # of the steps since the last row
+    "seconds",  # of the steps since the last row, or since the run was resumed after it
     "refused",  # steps since the last row that the line search refused
     "input_wait",  # seconds since the last row that steps waited for a batch
 )
@@ -600,9 +606,9 @@ def train(session, state, rows):
 
     t0 = int(state.t)
     total = config.steps * run.step_work
-    done = t0 * run.step_work + int(state.k)
+    done = t0 * run.step_work + run.passes * int(state.k)
     with session.progress.bar(config.method, total, done):
-        for t in range(t0, config.steps + 1):
+        for t in range(t0, config.steps + 1):  # the last round only records
             last = t == config.steps
             due = last or t % config.eval_every == 0
             logged = bool(rows) and rows[-1]["step"] == t  # by an earlier command
@@ -613,7 +619,8 @@ def train(session, state, rows):
                 break
             start = time.perf_counter()
             state, metrics = outer_step(session, state, t, metrics)
-            if t == t0 + 1:  # the first step compiled its programs
+            session.progress.reach((t + 1) * run.step_work)
+            if t == t0 + 1:  # the second step; the first one compiled its programs, too
                 seconds_left = (time.perf_counter() - start) * (config.steps - t - 1)
                 if seconds_left > 10:
                     session.progress.write(report.time_left(seconds_left))
@@ -625,7 +632,7 @@ def record(session, state, t, metrics, rows):
     val_loss = evaluate(session, optimizers.weights(state))
     if not math.isfinite(val_loss):
         what = f"the loss is {val_loss} at outer step {t}; the last save is kept"
-        give_up(session.run, rows, t, f"{what}; try a smaller --lr")
+        give_up(session.run, rows, t, f"{what}; try {report.smaller_steps(session.run)}")
     rows.append(log_row(session, t, val_loss, metrics))
     checkpoint.write_log(session.run.config.out, rows)
     session.saver.save(state)
@@ -657,7 +664,7 @@ def outer_step(session, state, t, before):
     first = run.warmup_batches + t * run.step_batches
     batches = session.batches(first, "inner batches")
     fresh = session.batches(first + run.settings.inner_steps, "line search")
-    with session.progress.bar(f"step {t + 1}", run.step_work, int(state.k)):
+    with session.progress.bar(f"step {t + 1}", run.step_work, run.passes * int(state.k)):
         state, metrics = run.method.update(state, batches, fresh, run.settings, session.saver.watch)
         jax.block_until_ready(state)
     seconds = time.perf_counter() - start
@@ -701,14 +708,14 @@ def identity(run, corpus=None):
 
 
 def check_folder(run, corpus=None):
-    """Raises ValueError if the run's folder holds anything else."""
+    """Raises ValueError if the run's folder holds anything but this run."""
     fields = fields_of_all(run.config.method)
     defaults = {name: flag.default for name, flag in fields.items()}
     checkpoint.check_folder(run.config.out, identity(run, corpus), defaults)
 
 
 def check_places(runs):
-    """Raises OSError if the folders cannot be written, ValueError if another run has the only one.
+    """Raises OSError if a folder cannot be written, InUse if the only run is in use.
 
     Both would otherwise be found when the text has been tokenized, which may take hours.
     """
@@ -735,7 +742,7 @@ def prepare_all(runs):
 
 
 def hold(run, corpus, stack):
-    """Holds the folder of a run until the stack closes. Raises ValueError if it is in use."""
+    """Holds the folder of a run until the stack closes. Raises InUse, or ValueError if it changed."""
     stack.enter_context(checkpoint.alone(run.config.out))
     check_folder(run, corpus)  # again: no other process can change it any more
 
@@ -753,29 +760,41 @@ def execute(run, corpus, signals):
     checkpoint.open_folder(run.config.out, identity(run, corpus))
     windows = data.windows(corpus.train, run.network.context)
     choice.choose(run.network)
-    report.opening(run, choice.forms(), data.describe(corpus.meta), windows, state)
+    begun = describe_begun(run, state, rows)
+    report.opening(run, choice.forms(run.network), data.describe(corpus.meta), windows, begun)
     with jax.set_mesh(run.mesh), signals.deferred():
         rows = train(open_session(run, corpus, signals), state, rows)
     report.summary(run, rows)
     return rows
 
 
+def describe_begun(run, state, rows):
+    """What an earlier command has done of a run, in words."""
+    if state is None:
+        return "resumes in its warm-up" if unfinished(run).exists() else "a new run"
+    if state.t == run.config.steps or reached(run.config.target_loss, rows):
+        return "finished by an earlier command"
+    return f"resumes in outer step {state.t + 1}"
+
+
 def execute_one(run, corpus, signals):
-    """Executes a run. Returns the rows of its log, or a word that says why it has none."""
+    """Executes a run. Returns the rows of its log, or "diverged". Raises BadInput."""
     with ExitStack() as stack:
         with blaming_input():
             hold(run, corpus, stack)
         try:
             return execute(run, corpus, signals)
         except FloatingPointError as error:
-            print(f"train.py: {error}", file=sys.stderr)
+            say(f"train.py: {error}")
             return "diverged"
 
 
 def execute_all(runs, corpora, signals):
-    """The runs of a grid one after another, and their table. Returns what execute_one does.
+    """The runs of a grid one after another, and their table.
 
-    A run whose folder is in use is left to the process that works there.
+    Returns for each the rows of its log, or a word that says why it has none. A run whose folder is
+    in use is left to the process that works there. A failure of the machine ends one run only, as a
+    lack of memory does where the grid is over sizes.
     """
     results = []
     for number, (run, corpus) in enumerate(zip(runs, corpora, strict=True), 1):
@@ -784,9 +803,15 @@ def execute_all(runs, corpora, signals):
         jax.clear_caches()
         try:
             results.append(execute_one(run, corpus, signals))
-        except BadInput as error:
-            print(f"train.py: {error}", file=sys.stderr)
+        except checkpoint.InUse as error:
+            say(f"train.py: {error}")
             results.append("in use")
+        except Exception as error:
+            status, reason = explain(error)
+            if status != 1 or jax.process_count() > 1:  # other processes would wait for this one
+                raise
+            say(f"train.py: {reason}")
+            results.append("failed")
     report.grid(runs, results)
     return results
 
@@ -803,12 +828,14 @@ def main(words):
             runs = configure_all(words)
             check_places(runs)
             corpora = prepare_all(runs)
+            for run, corpus in zip(runs, corpora, strict=True):
+                check_folder(run, corpus)
         if len(runs) > 1:
             results = execute_all(runs, corpora, signals)
         else:
             results = [execute_one(runs[0], corpora[0], signals)]
             folder = runs[0].config.out
-            if results != ["diverged"]:
+            if isinstance(results[0], list):
                 report.next_commands(folder, folder)
     has_run = any(isinstance(result, list) for result in results)
     return 0 if has_run else 1

@@ -47,7 +47,7 @@ def capable():
 
 
 def tried():
-    """Whether the devices are of the kind that all kernels were tried on: H100 and H200."""
+    """Whether all devices are of capability 9.0, that of the H200, which the kernels were tried on."""
     return capabilities() == {(9, 0)}
 
 

@@ -29,6 +29,7 @@ from kernels.cross_entropy import (
 )
 from kernels.heads import queries_keys_values_kernel
 from kernels.mlp import mlp_kernel
+from runtime import parallel
 
 NAMES = {  # of all kernels, for people
     queries_keys_values_kernel: "queries, keys and values",
@@ -62,10 +63,13 @@ def choose(network):
     failed = []
     for kernel, f, shapes in trials(network):
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+        reason = ""
         try:
             jax.block_until_ready(jax.jit(f)(*zeros))
         except Exception as error:  # of Pallas, of a compiler, of cuDNN or of the driver
             reason = str(error).partition("\n")[0] or type(error).__name__
+        if parallel.largest(bool(reason)):  # in one of several processes
+            reason = reason or "it fails in another process"
             failed.append(f"{NAMES[kernel]} ({reason[:200]})")
         else:
             kernels.passed.add(kernel)
@@ -74,13 +78,14 @@ def choose(network):
         print(f"kernels: {card} runs plain JAX in place of {'; '.join(failed)}", file=sys.stderr)
 
 
-def forms():
+def forms(network):
     """What runs here, in a few words."""
-    if kernels.INTERPRET or kernels.tried():
-        return "GPU kernels"
-    if not kernels.passed:
+    used = [name for kernel, name in NAMES.items() if kernels.takes_over(kernel)]
+    if not used:
         return "plain JAX"
-    left_out = [name for kernel, name in NAMES.items() if kernel not in kernels.passed]
+    if network.dtype != "bfloat16" and not kernels.INTERPRET:
+        return "GPU kernels for the loss only"  # the others do not suit it
+    left_out = [name for name in NAMES.values() if name not in used]
     if left_out:
         return f"GPU kernels, but plain JAX for {'; '.join(left_out)}"
     return "GPU kernels"

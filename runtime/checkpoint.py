@@ -4,6 +4,9 @@ config.json               the flags, the hash of the text, the commit, the versi
 log.jsonl                 a row per evaluation
 checkpoint.npz            the method's whole state, each array in its own dtype
 checkpoint.previous.npz   the state that was saved before
+checkpoint.next.npz       while a state is saved, its draft
+checkpoint.damaged.npz    a state that could not be read, put aside
+lock                      held by the process that works here
 warmup.npz                during the warm-up, its state
 """
 
@@ -25,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from runtime import files, parallel
+from runtime.command import BadInput
 
 ROOT = Path(__file__).resolve().parents[1]  # of the project
 ROOMS = ("", "kernels", "text", "runtime")  # folders of the code that a run uses
@@ -157,10 +161,13 @@ def load_state(folder, like):
 
     damage = []
     for path in present:
+        state = None
         try:
             state = load(path, like)
         except ValueError as error:
             damage.append(str(error))
+        if parallel.largest(state is None):  # one process cannot read it
+            damage = damage or [f"{path} cannot be read by another process"]
             continue
         if damage:
             step = int(state.t)
@@ -242,12 +249,16 @@ def is_row(row):
 # ---- the folder of a run ----
 
 
+class InUse(BadInput):
+    """Another process is working in the folder of a run."""
+
+
 @contextmanager
 def alone(folder):
     """Holds a run's folder, created if it is not there, against other runs.
 
-    The hold ends with the context or with the process. Raises ValueError if another run has the
-    folder. Of the processes of one run, the first holds it.
+    The hold ends with the context or with the process. Raises InUse if another run has the folder.
+    Of the processes of one run, the first holds it.
     """
     with ExitStack() as stack:
         taken = False
@@ -261,15 +272,15 @@ def alone(folder):
 
 
 def check_free(folder):
-    """Raises ValueError if another run has the folder now. Creates nothing, keeps nothing open."""
+    """Raises InUse if another run has the folder now. Creates nothing, keeps nothing open."""
     taken = jax.process_index() == 0 and files.is_locked(Path(folder) / "lock")
     refuse_taken(folder, taken)
 
 
 def refuse_taken(folder, taken):
-    """Raises ValueError in all processes if one of them found that another run has the folder."""
+    """Raises InUse in all processes if one of them found that another run has the folder."""
     if parallel.largest(taken):
-        raise ValueError(f"{folder} is in use by another run; give another --out")
+        raise InUse(f"{folder} is in use by another run; give another --out")
 
 
 def check_folder(folder, flags, defaults):

@@ -1,7 +1,7 @@
 """How a command begins and ends: with streams that work, and with a status.
 
     0          it is done
-    1          the machine failed, or every run diverged
+    1          the machine failed, or no run of a grid came to its end
     2          bad input: a flag, a file or a variable of the shell makes no sense
     128 + n    signal n ended it: 130 is Ctrl-C, 141 that nobody reads the output any more
 
@@ -88,7 +88,7 @@ def explain(error):
     if isinstance(error, OSError):
         return 1, error
     if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
-        remedy = "lower --inner-batch or --head-chunk, or on several devices give --shard true"
+        remedy = "lower --inner-batch, or with train.py --head-chunk, or there give --shard true"
         return 1, f"the device is out of memory; {remedy}"
     return None, None
 
@@ -104,8 +104,8 @@ def open_streams():
     """Makes the three standard streams usable, whatever the shell has made of them.
 
     Where one was closed, the next file that is opened would get its number, and what a library
-    writes to standard error would go into that file. What would go there is written to standard
-    output. A character that the stream's encoding lacks is written as its number, \\u03b1. A line
+    writes to standard error would go into that file. If standard error was closed, what is written
+    to it goes to standard output. A character that the stream's encoding lacks is written as its number, \\u03b1. A line
     is written when it ends, so that it is seen at once through a pipe, too.
     """
     for number in range(3):

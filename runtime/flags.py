@@ -126,7 +126,9 @@ def check_range(config, names, least=None, above=None, below=None, most=None):
         if value is None:
             continue
         inside = all(COMPARISONS[words](value, limit) for words, limit in limits.items())
-        if not (inside and math.isfinite(value)):
+        if not math.isfinite(value):
+            raise ValueError(f"{name} is {value}; it must be finite")
+        if not inside:
             raise ValueError(f"{name} is {value}; it must be {required}")
 
 
@@ -170,7 +172,7 @@ class Parser(argparse.ArgumentParser):
     def add_flag(self, group, name, flag, default):
         """Adds a flag to a group of the help."""
         text = flag.help
-        if default is not None:
+        if default is not None and not re.search(r"\bdefault\b", text, re.IGNORECASE):
             text += f" [default {default}]"
         metavar = flag.kind.__name__
         group.add_argument(flag_of(name), metavar=metavar, help=text.replace("%", "%%"))
@@ -233,17 +235,17 @@ def peek(argv, name, default, valid=()):
     return value
 
 
-def parse(argv, fields, defaults, about, others=None, meant=None):
+def parse(argv, fields, defaults, about, others=None, meant=None, usage="%(prog)s"):
     """{name: value} of the flags that argv has.
 
     fields: {title of a group: {name: Flag}}, as the help lists them. defaults: {name: value}, shown
     in the help. about: its first text. others: fields that are not valid now, but would be with the
     method that their title names. meant: {word: what people mean by it}, of words that are no flag.
-    Raises ValueError, in one line that says what is valid, for a flag that is unknown or not valid
+    usage: what comes before the flags. Raises ValueError, in one line that says what is valid, for a flag that is unknown or not valid
     now, and for a value of the wrong kind.
     """
     form = argparse.RawDescriptionHelpFormatter
-    parser = Parser(description=about, formatter_class=form, usage="%(prog)s [--FLAG VALUE ..]")
+    parser = Parser(description=about, formatter_class=form, usage=f"{usage} [--FLAG VALUE ..]")
     parser.add_groups(fields, defaults)
     others = others or {}
     parser.add_groups(others, {})
@@ -288,8 +290,8 @@ def explain_unknown(word, known, meant):
 def traced(cls):
     """A decorator: makes a dataclass of settings an argument of functions that JAX compiles.
 
-    Its floats are traced, that is, numbers that the compiled program is given at each call: a sweep
-    over learning rates compiles once. All other fields (sizes, names, true or false) are static:
+    Its floats are traced, that is, numbers that the compiled program is given at each call: one
+    program, which is kept on disk, serves a sweep over learning rates. All other fields (sizes, names, true or false) are static:
     they decide the program, and another value compiles another one.
     """
     floats = [field.name for field in dataclasses.fields(cls) if field.type is float]

@@ -34,26 +34,34 @@ def start():
     """Joins the processes of a run if variables say that there are several, and chooses devices.
 
     Call it before JAX is used. The variables are ADDRESS, COUNT and INDEX, or what srun or mpirun
-    sets. Only the first process prints. Raises ValueError if a variable makes no sense, if one of
+    sets. Only the first process writes to standard output. Raises ValueError if a variable makes no sense, if one of
     the three is missing, or if there are no devices of the kind that JAX_PLATFORMS asks for.
 
     A single process turns a CPU into as many devices as it has cores, because one device hardly
     uses a second core.
     """
-    cores = os.cpu_count() or 1
+    cores = available_cores()
     flags = read_xla_flags()
     alone = not join(os.environ)
-    if alone and jax.config.jax_num_cpu_devices < 0 and "device_count" not in flags:
+    if alone and jax.config.jax_num_cpu_devices < 0 and "host_platform_device_count" not in flags:
         # At most 8, the sequences in an inner batch of `tiny`.
         jax.config.update("jax_num_cpu_devices", min(8, cores))
 
     add_xla_flag(flags)
-    # XLA's threads: those that wait for another device must leave it some.
+    # XLA reads there how many threads it may start. Those that wait for another device must leave
+    # it some.
     threads = 2 * max(cores, jax.config.jax_num_cpu_devices)
     os.environ.setdefault("NPROC", str(threads))
     check_devices()
     if jax.process_index() > 0:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  until the process ends
+
+
+def available_cores():
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # on Linux; it heeds limits such as taskset's
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def join(variables):
@@ -234,7 +242,7 @@ def jit(f, **options):
     """jax.jit of f, which leaves the arrays of its result where `spec` says. Options are jax.jit's.
 
     Two of them matter here. static_argnames or static_argnums: arguments that are no arrays but
-    decide which program is compiled, such as a Config; a new value compiles anew. donate_argnames:
+    decide which program is compiled, such as a function; a new value compiles anew. donate_argnames:
     arguments whose memory the result takes over. A step that donates its state needs no second copy
     of it, but the caller must not use the old state again.
     """

@@ -1,7 +1,9 @@
 """What a run shows while it computes: how far it is, how fast, and how long it will still take."""
 
+import os
 import shutil
 import sys
+import time
 from collections import Counter
 from contextlib import contextmanager
 
@@ -23,7 +25,8 @@ class Progress:
         self.bars = []
         self.titles = []
         self.read = Counter()  # {stage of the work: inner batches that it has read}
-        self.stage = None  # the present one
+        self.stage = None  # the present one, as the last bar shows it
+        self.compiling_since = 0.0
 
     @contextmanager
     def bar(self, title, batches, done=0):
@@ -31,10 +34,11 @@ class Progress:
         on_terminal = sys.stderr.isatty()
         if on_terminal:
             # Ctrl-C writes ^C behind the bar. There must be room, or a new line begins.
-            look = {"ncols": shutil.get_terminal_size().columns - 6}
+            look = {"ncols": terminal_width() - 6}
         else:
             line = "{desc}: {percentage:.0f}% of {total_fmt} tokens, {rate_fmt}, {remaining} left"
             look = {"bar_format": line, "file": Lines(), "delay": MINUTE, "mininterval": MINUTE}
+            look["miniters"] = 1  # or tqdm would show the bar at other times, too
         if jax.process_index() > 0 or (self.bars and not on_terminal):
             yield  # another process shows the bar; or the bar around this one says enough
             return
@@ -45,6 +49,7 @@ class Progress:
                 self.bars[-1].set_description_str(self.titles[-1], refresh=False)
             self.bars.append(bar)
             self.titles.append(title)
+            self.stage = None
             try:
                 yield
             finally:
@@ -61,22 +66,40 @@ class Progress:
         """Says on the last bar which stage of the work reads an inner batch.
 
         Its first inner batch must wait for its program to be compiled, which says nothing about the
-        time that the others will take. So all clocks stand still from the first to the second.
+        time that the others will take. So the clocks leave out what passes until the second.
         """
         self.read[stage] += 1
         number = self.read[stage]
-        if number <= 2:
+        if number == 1:
+            self.compiling_since = time.time()
+        if number == 2:
             for bar in self.bars:
-                bar.unpause()
+                pause = time.time() - max(self.compiling_since, bar.start_t)
+                bar.start_t += pause
+                bar.last_print_t += pause
         if self.bars and (number <= 2 or stage != self.stage):
             what = f"{stage}, compiling" if number == 1 else stage
             text = f"{self.titles[-1]}, {what}"
             self.bars[-1].set_description_str(text, refresh=sys.stderr.isatty())
         self.stage = stage
 
+    def reach(self, batches):
+        """Moves the first bar to so many inner batches, where a step has read fewer than it may."""
+        bar = self.bars[0]
+        bar.update(batches * self.inner_tokens - bar.n)
+
     def write(self, line):
         """Prints a line above the bars."""
         tqdm.write(line)
+
+
+def terminal_width():
+    """Columns of the terminal that standard error is."""
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):  # a stream that only passes for a terminal
+        columns = 0
+    return columns or shutil.get_terminal_size().columns
 
 
 class Lines:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import jax
 
+from runtime.flags import flag_of
+
 COLUMNS = {  # of the table: a log row's number, the width of its column, its format
     "step": (5, "d"),
     "tokens": (13, ",d"),
@@ -19,6 +21,7 @@ COLUMNS = {  # of the table: a log row's number, the width of its column, its fo
 
 
 FIRST = ("method", "model")  # flags that the first line of a run tells
+READ = "tokens read"  # a column of a grid's table; no flag has a blank in its name
 
 
 def header():
@@ -39,11 +42,11 @@ def table_row(row):
 # ---- before and after a run ----------------------------------------------------------------------
 
 
-def opening(run, forms, text, windows, state):
+def opening(run, forms, text, windows, begun):
     """Prints what a run is about to do.
 
-    forms: whether kernels run, in words; text: its text, in words; windows: how many of them
-    training has. state: where an earlier command has stopped, None if there was none.
+    In words: forms, whether kernels run; text, what its text has; begun, what an earlier command
+    has done of the run. windows: the number of training windows.
     """
     config, context = run.config, run.network.context
     devices = describe_devices(run, forms)
@@ -56,8 +59,11 @@ def opening(run, forms, text, windows, state):
     if asked != config.batch:
         whole = f"as a batch is cut into whole inner batches, of {run.inner_tokens:,} tokens each"
         print(f"--batch {asked:,} became {config.batch:,}, {whole}")
-    steps = f"{run.warmup_batches * run.inner_tokens:,} tokens, {run.warmup_batches} steps of AdamW"
-    print(f"warm-up: {steps}, made once for all runs with this model, text and seed")
+    warm_up = (
+        f"{run.warmup_batches * run.inner_tokens:,} tokens, {run.warmup_batches} steps of AdamW"
+    )
+    if run.warmup_batches:
+        print(f"warm-up: {warm_up}, made once and kept in data/ for other runs that start so")
 
     line_search = config.steps * run.settings.fresh_batches * run.inner_tokens
     whole_run = (
@@ -68,8 +74,8 @@ def opening(run, forms, text, windows, state):
     print(f"it will read {whole_run}: {share}")
     given = [flag_and_value(*item) for item in run.given.items() if item[0] not in FIRST]
     if given:
-        print("other than the defaults:", *given)
-    print(f"{config.out}: {describe_state(state, config.steps)}")
+        print("flags given:", *given)
+    print(f"{config.out}: {begun}")
 
 
 def describe_devices(run, forms):
@@ -83,18 +89,16 @@ def describe_devices(run, forms):
     return devices
 
 
-def describe_state(state, steps):
-    """Where an earlier command has stopped."""
-    if state is None:
-        return "a new run"
-    if state.t == steps:
-        return "finished by an earlier command"
-    return f"resumes in outer step {state.t + 1}"
-
-
 def flag_and_value(name, value):
     """A flag as it is given, such as --inner-batch 8."""
-    return f"--{name.replace('_', '-')} {value}"
+    return f"{flag_of(name)} {value}"
+
+
+def smaller_steps(run):
+    """The flag that makes the steps of a run smaller, as advice."""
+    if "lr" in run.values:
+        return "a smaller --lr"
+    return "a larger --damping"
 
 
 def time_left(seconds):
@@ -119,8 +123,8 @@ def summary(run, rows):
     tokens = f"{last['tokens']:,} tokens, {last['tokens_line_search']:,} of them for line search"
     print(f"{tokens}; {seconds:.0f} s, evaluation not included")
     if refused:
-        reason = "as no step size lowered the loss"
-        print(f"{refused} steps were refused, {reason}: try a smaller --lr")
+        advice = f"try {smaller_steps(run)}, or a longer warm-up (--warmup-fraction)"
+        print(f"{refused} steps were refused, as no step size lowered the loss: {advice}")
     target = run.config.target_loss
     if target and last["val_loss"] > target:
         print(f"target loss {target} not reached")
@@ -144,39 +148,43 @@ def grid(runs, results):
     results: of each run, the rows of its log, or a word that says why it has none. The flags that
     the grid varies have a column.
     """
-    varied = {}  # in order, each once
-    for run in runs:
-        varied |= dict.fromkeys(run.given)
-    varied = [name for name in varied if len({run.given.get(name) for run in runs}) > 1]
+    given = runs[0].given  # each run has these, as they come from one command line
+    varied = [name for name in given if len({run.given[name] for run in runs}) > 1]
 
     lines = []
     for run, result in zip(runs, results, strict=True):
         if isinstance(result, str):
             order = float("inf")
-            line = {"val_loss": result, "step": "-", "tokens": "-"}
+            line = {"val_loss": result, "step": "-", READ: "-"}
         else:
             last = result[-1]
             order = last["val_loss"]
             line = {"val_loss": f"{order:.4f}", "step": str(last["step"])}
-            line["tokens"] = f"{last['tokens']:,}"
-        line |= {name: str(run.given.get(name, "-")) for name in varied}
+            line[READ] = f"{last['tokens']:,}"
+        line |= {name: str(run.given[name]) for name in varied}
         line["folder"] = run.config.out
         lines.append((order, line))
     lines.sort(key=lambda line: line[0])
+    order_of_best, _ = lines[0]
     lines = [line for _, line in lines]
 
     print()
-    print_table([dict(zip(lines[0], lines[0], strict=True)), *lines])
+    names = {name: name for name in lines[0]}
+    print_table([names, *lines])
     print()
-    best = lines[0]["folder"]
-    next_commands(best, f"{Path(best).parent}/*")
+    if order_of_best < float("inf"):
+        best = lines[0]["folder"]
+        next_commands(best, f"{Path(best).parent}/*")
 
 
 def print_table(lines):
-    """Prints dicts as the lines of a table. If the terminal is narrow, without two columns."""
+    """Prints dicts as the lines of a table.
+
+    If the terminal is narrow, the tokens are left out, and if that is not enough, the steps.
+    """
     room = shutil.get_terminal_size().columns if sys.stdout.isatty() else float("inf")
     widths = {name: max(len(line[name]) for line in lines) for name in lines[0]}
-    for name in ("tokens", "step"):
+    for name in (READ, "step"):
         if sum(widths.values()) + 2 * len(widths) > room:
             del widths[name]
     for line in lines:

@@ -422,3 +422,37 @@ def test_figures_are_the_same_whatever_the_shell_says(tmp_path):
     for name in names:
         content = (tmp_path / "plain" / name).read_bytes()
         assert (tmp_path / "strange" / name).read_bytes() == content
+
+
+def test_a_seed_that_has_just_begun_neither_stops_the_figures_nor_spoils_its_group(tmp_path):
+    """Its loss at step 0 does not count where another seed is finished."""
+    finished = [Run(tmp_path, lr=lr, speed=speed) for lr, speed in ((0.1, 0.5), (0.2, 0.3))]
+    begun = Run(tmp_path, lr=0.1, speed=0.5, seed=1)
+    begun.cut(1)
+    table = plot.keep_best(plot.read_runs([r.folder for r in (*finished, begun)]))
+    assert set(table.lr) == {0.1}
+    assert "loss" in plot.draw(table)
+
+
+def test_runs_that_have_just_begun_are_drawn_without_steps_to_a_target(tmp_path):
+    """But a target that is given, and that no run comes to, is refused."""
+    begun = [Run(tmp_path, batch=batch) for batch in (4096, 8192)]
+    for run in begun:
+        run.cut(1)
+    table = plot.keep_best(plot.read_runs([run.folder for run in begun]))
+    figures = plot.draw(table)
+    assert len(figures["batch"].axes) == 1
+    with pytest.raises(ValueError, match="no run takes a step to come to the target loss 2.5"):
+        plot.draw(table, 2.5)
+
+
+def test_runs_with_one_held_out_text_are_compared(tmp_path):
+    """Though one has more training text than the other, as it is longer."""
+    sides = ({"train": "a", "val": "v"}, {"train": "b", "val": "v"}, {"train": "b", "val": "w"})
+    runs = [
+        Run(tmp_path, method, corpus=side).folder
+        for method, side in zip(("gn", "muon", "soap"), sides, strict=True)
+    ]
+    assert plot.read_runs(runs[:2]).method.nunique() == 2
+    with pytest.raises(ValueError, match="they differ in held_out"):
+        plot.read_runs(runs)

@@ -50,7 +50,7 @@ def test_a_confident_model_says_what_it_learnt(here, monkeypatch):
             return wanted
 
         monkeypatch.setattr(sample, "draw", draw)
-        assert sample.generate("r", "ab") == text
+        assert sample.generate(*sample.read("r"), "ab") == text
         assert len(asked) == times
 
 

@@ -162,9 +162,9 @@ def test_the_opening_lines_say_what_will_be_done(here, capsys):
         "3 outer steps of 192 tokens: 3 inner batches of 4 x 16 (sequences, positions)"
     )
     assert lines[3].startswith("--batch 200 became 192, as a batch is cut into whole inner batches")
-    assert lines[4].startswith("warm-up: 128 tokens, 2 steps of AdamW")
+    assert lines[4].startswith("warm-up: 128 tokens, 2 steps of AdamW, made once")
     assert lines[5].startswith("it will read 1,280 tokens, 576 of them for line search: 1.3")
-    given = lines[6].removeprefix("other than the defaults: ")
+    given = lines[6].removeprefix("flags given: ")
     assert "--lr 0.03" in given and "--batch 200" in given and "--clip" not in given
     assert lines[7:] == ["r: a new run"]
 
@@ -193,13 +193,37 @@ def test_a_run_says_whether_it_is_new_resumed_or_finished(here, capsys, monkeypa
     assert run("--method", "muon", "--out", "r") == 0
     out = capsys.readouterr().out
     assert "r: resumes in outer step 3\n" in out
-    assert "warm-up: made by" not in out
     assert run("--method", "muon", "--out", "r") == 0
     out = capsys.readouterr().out
     assert "r: finished by an earlier command\n" in out
     assert out.endswith(
         'figures:  python plot.py r\na sample: python sample.py --out r "Once upon a time"\n'
     )
+
+
+def test_a_run_that_came_to_its_target_is_finished(here, capsys):
+    target = ["--target-loss", "9", "--out", "r"]
+    for said in ("a new run", "finished by an earlier command"):
+        assert run("--method", "muon", *target) == 0
+        assert f"r: {said}\n" in capsys.readouterr().out
+
+
+def test_a_run_that_was_stopped_in_its_warm_up_says_so(here, capsys):
+    original, calls = baselines.update, []
+
+    def update(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise command.Stop(15)
+        return original(*args)
+
+    line = ["--method", "muon", "--out", "r", "--save-every", "1e-9", "--tokens", "20k"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(baselines, "update", update)
+        assert run(*line) == 143
+    assert "r: a new run\n" in capsys.readouterr().out
+    assert run(*line) == 0
+    assert "r: resumes in its warm-up\n" in capsys.readouterr().out
 
 
 def test_the_commands_that_a_run_ends_with_are_valid(here, capsys):
@@ -348,6 +372,40 @@ def test_a_grid_is_every_combination_one_after_another(here, capsys, monkeypatch
     monkeypatch.setattr(train, "warm_up", None)
     assert run(*GRID) == 0
     assert table_of_grid(capsys.readouterr().out) == table
+
+
+def test_a_grid_over_another_text_is_refused_before_anything_runs(here, capsys, monkeypatch):
+    line = ["--method", "muon", "--seed", "0,1"]
+    assert run(*line) == 0
+    Path("text.txt").write_text(Path("text.txt").read_text()[::-1])
+    monkeypatch.setattr(train, "execute", None)
+    capsys.readouterr()
+    assert run(*line) == 2
+    assert "holds another run (corpus " in capsys.readouterr().err
+
+
+def test_a_failure_of_the_machine_ends_one_run_of_a_grid(here, capsys):
+    """As a lack of memory does, where the grid is over sizes; the tokens are a column of their own."""
+    original = train.execute
+
+    def execute(run, *rest):
+        if run.config.tokens == 2000:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GiB")
+        return original(run, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "execute", execute)
+        assert run("--method", "muon", "--tokens", "2k,4k") == 0
+    out, err = capsys.readouterr()
+    assert err.startswith("train.py: the device is out of memory; ")
+    done, failed = table_of_grid(out)
+    assert done[1:4] == ["3", f"{rows(done[4])[-1]['tokens']:,}", "4000"]
+    assert failed[:4] == ["failed", "-", "-", "2000"]
+
+
+def test_a_grid_without_a_run_says_no_commands(here, capsys):
+    assert run("--method", "adamw", "--lr", "1e30,1e31") == 1
+    assert "sample.py" not in capsys.readouterr().out
 
 
 def test_a_grid_with_a_bad_member_is_refused_before_anything_runs(here, capsys):

@@ -97,7 +97,7 @@ def name_of(entry):
 def is_own(folder, names):
     """Whether a folder with these names in it is that of a run of this project, or of token files.
 
-    A run that has only begun has neither: it holds nothing but files that OWN names.
+    A run that has only begun has neither of these files: it holds only what OWN names.
     """
     if "00000.train.bin" in names:
         return True
@@ -113,7 +113,7 @@ def is_text(path):
     read = reader(path)
     if not (read and path.is_file()):  # a link may lead to nothing
         return False
-    if path.suffix.lower() != ".json":
+    if not path.name.lower().endswith((".json", ".json.gz")):
         return True
     stat = path.stat()
     return has_document(path, stat.st_size, stat.st_mtime_ns)

@@ -59,24 +59,29 @@ def text(path):
     except DAMAGE as error:
         raise ValueError(f"data {path}: damaged after line {number - 1}: {error}") from None
     except UnicodeDecodeError as error:
-        where = f"{error.reason} in UTF-8 at byte {wrong_byte(path)}"
+        where = f"{error.reason} in UTF-8 at {wrong_byte(path)}"
         raise ValueError(f"data {path}: not text: {where}") from None
     yield from tidy("".join(document))
 
 
 def wrong_byte(path):
-    """The place of the first byte of a file, unzipped, that is not UTF-8, counted from 0."""
+    """Where the first byte of a file, unzipped, is that is not UTF-8, counted from 0."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with opened(path) as file:
         place = file.tell()
         while True:
-            block = file.read(BLOCK)
+            try:
+                block = file.read(BLOCK)
+            except DAMAGE:  # reading in smaller pieces came to the wrong byte before that
+                return f"a byte after number {place}"
             unfinished, _ = decoder.getstate()  # bytes of a character that began in the last block
             try:
                 decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                return place - len(unfinished) + error.start
+                return f"byte {place - len(unfinished) + error.start}"
             place += len(block)
+            if not block:  # the file has changed since it was read
+                return f"byte {place}"
 
 
 # ---- .jsonl, .json -------------------------------------------------------------------------------
@@ -187,6 +192,8 @@ def table(path):
     except TypeError as error:
         reason = f"row {number}: {error}"
     except (pyarrow.ArrowException, KeyError, UnicodeDecodeError, OSError) as error:
+        if getattr(error, "errno", None):
+            raise  # the machine failed to read; pyarrow's own OSErrors have no number
         reason = str(error).partition("\n")[0]
         if number:
             reason = f"after row {number}: {reason}"

@@ -33,6 +33,7 @@ def devices(monkeypatch):
     return show
 
 
+BFLOAT16 = replace(TOY, dtype="bfloat16")
 CPU, TPU = device("cpu"), device("tpu")
 T4, A100, H200, B200 = (device("gpu", number) for number in ("7.5", "8.0", "9.0", "10.0"))
 MI300 = device("gpu", "gfx942")
@@ -56,9 +57,14 @@ def test_dtype_and_kernels_are_what_all_devices_can_do(devices, shown, dtype, ca
     devices(*shown)
     assert choice.default_dtype() == dtype
     assert kernels.capable() == capable
-    assert choice.forms() == forms
+    assert choice.forms(BFLOAT16) == forms
     for kernel in choice.NAMES:
         assert kernels.takes_over(kernel) == (forms == "GPU kernels")
+
+
+def test_in_float32_only_the_kernels_of_the_loss_are_used(devices):
+    devices(H200)
+    assert choice.forms(TOY) == "GPU kernels for the loss only"
 
 
 @pytest.mark.parametrize("shown", [CPU, TPU, T4, H200, MI300])
@@ -89,7 +95,7 @@ def choose_on_an_a100(devices):
 def test_kernels_that_pass_are_used(devices, capsys):
     choose_on_an_a100(devices)
     assert not capsys.readouterr().err
-    assert choice.forms() == "GPU kernels"
+    assert choice.forms(BFLOAT16) == "GPU kernels"
     assert all(map(kernels.takes_over, choice.NAMES))
 
 
@@ -97,7 +103,7 @@ def test_what_was_left_out_is_named(devices):
     devices(A100)
     kernels.passed.update(choice.NAMES)
     kernels.passed.remove(attention.attention_kernel)
-    assert choice.forms() == "GPU kernels, but plain JAX for attention"
+    assert choice.forms(BFLOAT16) == "GPU kernels, but plain JAX for attention"
 
 
 @pytest.fixture

@@ -486,7 +486,7 @@ def test_a_folder_that_is_in_use_is_refused(here, capsys):
     assert not Path("r").exists()
     with checkpoint.alone("r"):
         assert run("--method", "muon", "--out", "r") == 2
-        with pytest.raises(ValueError, match="r is in use by another run; give another --out"):
+        with pytest.raises(checkpoint.InUse, match="r is in use by another run; give another"):
             checkpoint.check_free("r")
     checkpoint.check_free("r")
     err = capsys.readouterr().err

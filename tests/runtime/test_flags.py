@@ -142,10 +142,10 @@ def test_the_help_of_a_field_is_the_comment_above_it_and_behind_it():
     "value, limits, required",
     [
         (0.0, {"above": 0}, "a positive number"),
-        (math.inf, {"above": 0}, "a positive number"),
-        (math.nan, {"least": 0}, "at least 0"),
+        (math.inf, {"above": 0}, "finite"),
+        (math.nan, {"least": 0}, "finite"),
         (1.0, {"least": 0, "below": 1}, "at least 0 and below 1"),
-        (math.nan, {"least": 0, "below": 1}, "at least 0 and below 1"),
+        (-1.0, {"above": 0}, "a positive number"),
         (2**31, {"least": 1, "below": 2**31}, r"at least 1 and below 2\^31"),
         (1.5, {"least": 0, "most": 1}, "at least 0 and at most 1"),
     ],

@@ -52,6 +52,7 @@ def test_the_clock_of_a_bar_does_not_count_the_compilation(monkeypatch):
     open_terminal(monkeypatch)
     now = 0.0
     monkeypatch.setattr("tqdm.std.time", lambda: now)
+    monkeypatch.setattr(progress.time, "time", lambda: now)
     shown = progress.Progress(inner_tokens=64)
     with shown.bar("step 1", 10):
         shown.advance("inner batches")
@@ -107,6 +108,42 @@ def test_without_a_terminal_a_long_run_says_a_line_every_minute(here, capsys, mo
     )
     assert not any(line.startswith("step") for line in lines)
     assert all("\r" not in line for line in lines)
+
+
+def test_a_line_comes_every_minute_and_not_more_often(monkeypatch, capsys):
+    """Without a terminal; tqdm would look after ten seconds, too. 100 s at an inner batch a second."""
+    now = 1000.0
+    monkeypatch.setattr("tqdm.std.time", lambda: now)
+    monkeypatch.setattr(progress.time, "time", lambda: now)
+    shown = progress.Progress(inner_tokens=64)
+    with shown.bar("gn", 1000):
+        for _ in range(200):
+            shown.advance("inner batches")
+            now += 1
+            for bar in shown.bars:
+                if bar.miniters > 1 and now - bar.last_print_t >= bar.maxinterval:
+                    bar.refresh()  # as tqdm's own thread does
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+
+
+def test_conjugate_gradients_that_end_early_move_the_bar_to_the_end_of_their_step(
+    here, monkeypatch
+):
+    """A solve with a large damping needs fewer passes than it may take."""
+    open_terminal(monkeypatch)
+    positions, original = [], progress.Progress.reach
+
+    def reach(self, batches):
+        before = self.bars[0].n
+        original(self, batches)
+        positions.append((before < self.bars[0].n, self.bars[0].n))
+
+    monkeypatch.setattr(progress.Progress, "reach", reach)
+    line = ["--method", "gn_cg", "--damping", "1000", "--steps", "2", "--out", "r"]
+    assert run(*line) == 0
+    step = ((100 + 2) * 3 + 3) * 64
+    assert positions == [(True, step), (True, 2 * step)]
 
 
 def test_conjugate_gradients_hear_a_signal_at_every_inner_batch(here, monkeypatch):
