@@ -72,8 +72,8 @@ class Config:
     # tokens in a batch, which an outer step reads; line search not included (Appendix H: 400k to
     # 120m)
     batch: int = None
-    # tokens of the run, warm-up and line search not included; the warm-up is a fraction of them also
-    # where --steps says how long the run is; default 20 per parameter (Section 5)
+    # tokens of the run, warm-up and line search not included; the warm-up is a fraction of them,
+    # also where --steps says how long the run is; default 20 per parameter (Section 5)
     tokens: int = None
     steps: int = None  # outer steps; default tokens / batch
     # sequences in an inner batch, b_inner (Section 5: 32 at 45m, 128 at 150m)
@@ -742,7 +742,10 @@ def prepare_all(runs):
 
 
 def hold(run, corpus, stack):
-    """Holds the folder of a run until the stack closes. Raises InUse, or ValueError if it changed."""
+    """Holds the folder of a run until the stack closes.
+
+    Raises InUse, or ValueError if the folder has come to hold anything else.
+    """
     stack.enter_context(checkpoint.alone(run.config.out))
     check_folder(run, corpus)  # again: no other process can change it any more
 

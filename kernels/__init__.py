@@ -47,7 +47,7 @@ def capable():
 
 
 def tried():
-    """Whether all devices are of capability 9.0, that of the H200, which the kernels were tried on."""
+    """Whether all devices are of capability 9.0, as the H200, which the kernels were tried on."""
     return capabilities() == {(9, 0)}
 
 

@@ -105,8 +105,8 @@ def open_streams():
 
     Where one was closed, the next file that is opened would get its number, and what a library
     writes to standard error would go into that file. If standard error was closed, what is written
-    to it goes to standard output. A character that the stream's encoding lacks is written as its number, \\u03b1. A line
-    is written when it ends, so that it is seen at once through a pipe, too.
+    to it goes to standard output. A character that the stream's encoding lacks is written as its
+    number, \\u03b1. A line is written when it ends, so that it is seen at once through a pipe, too.
     """
     for number in range(3):
         try:

@@ -241,8 +241,8 @@ def parse(argv, fields, defaults, about, others=None, meant=None, usage="%(prog)
     fields: {title of a group: {name: Flag}}, as the help lists them. defaults: {name: value}, shown
     in the help. about: its first text. others: fields that are not valid now, but would be with the
     method that their title names. meant: {word: what people mean by it}, of words that are no flag.
-    usage: what comes before the flags. Raises ValueError, in one line that says what is valid, for a flag that is unknown or not valid
-    now, and for a value of the wrong kind.
+    usage: what comes before the flags. Raises ValueError, in one line that says what is valid, for
+    a flag that is unknown or not valid now, and for a value of the wrong kind.
     """
     form = argparse.RawDescriptionHelpFormatter
     parser = Parser(description=about, formatter_class=form, usage=f"{usage} [--FLAG VALUE ..]")
@@ -291,8 +291,9 @@ def traced(cls):
     """A decorator: makes a dataclass of settings an argument of functions that JAX compiles.
 
     Its floats are traced, that is, numbers that the compiled program is given at each call: one
-    program, which is kept on disk, serves a sweep over learning rates. All other fields (sizes, names, true or false) are static:
-    they decide the program, and another value compiles another one.
+    program, which is kept on disk, serves a sweep over learning rates. All other fields (sizes,
+    names, true or false) are static: they decide the program, and another value compiles another
+    one.
     """
     floats = [field.name for field in dataclasses.fields(cls) if field.type is float]
     others = [field.name for field in dataclasses.fields(cls) if field.type is not float]

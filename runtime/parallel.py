@@ -26,6 +26,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from runtime.cores import available_cores
+
 # For several processes: host:port of the first one, how many there are, which of them this one is.
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 
@@ -34,8 +36,9 @@ def start():
     """Joins the processes of a run if variables say that there are several, and chooses devices.
 
     Call it before JAX is used. The variables are ADDRESS, COUNT and INDEX, or what srun or mpirun
-    sets. Only the first process writes to standard output. Raises ValueError if a variable makes no sense, if one of
-    the three is missing, or if there are no devices of the kind that JAX_PLATFORMS asks for.
+    sets. Only the first process writes to standard output. Raises ValueError if a variable makes no
+    sense, if one of the three is missing, or if there are no devices of the kind that JAX_PLATFORMS
+    asks for.
 
     A single process turns a CPU into as many devices as it has cores, because one device hardly
     uses a second core.
@@ -55,13 +58,6 @@ def start():
     check_devices()
     if jax.process_index() > 0:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  until the process ends
-
-
-def available_cores():
-    """How many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # on Linux; it heeds limits such as taskset's
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def join(variables):
@@ -242,9 +238,9 @@ def jit(f, **options):
     """jax.jit of f, which leaves the arrays of its result where `spec` says. Options are jax.jit's.
 
     Two of them matter here. static_argnames or static_argnums: arguments that are no arrays but
-    decide which program is compiled, such as a function; a new value compiles anew. donate_argnames:
-    arguments whose memory the result takes over. A step that donates its state needs no second copy
-    of it, but the caller must not use the old state again.
+    decide which program is compiled, such as a function; a new value compiles anew.
+    donate_argnames: arguments whose memory the result takes over. A step that donates its state
+    needs no second copy of it, but the caller must not use the old state again.
     """
 
     @wraps(f)

@@ -385,7 +385,7 @@ def test_a_grid_over_another_text_is_refused_before_anything_runs(here, capsys, 
 
 
 def test_a_failure_of_the_machine_ends_one_run_of_a_grid(here, capsys):
-    """As a lack of memory does, where the grid is over sizes; the tokens are a column of their own."""
+    """As a lack of memory does, where a grid is over sizes. --tokens has a column of its own."""
     original = train.execute
 
     def execute(run, *rest):

@@ -36,9 +36,10 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from runtime.cores import available_cores
 from runtime.files import UNREADABLE, digest, locked, named, write_file
 from text import documents, formats
-from text.workers import Workers, cores
+from text.workers import Workers
 
 SIDES = ("train", "val")
 COUNTS = (  # of a shard, for each side
@@ -70,7 +71,7 @@ def make(corpus, tokenizer, context, need, folder):
     """
     sources = in_order(documents.sources(corpus))
     home = Path(folder) / folder_name(corpus, sources, tokenizer)
-    with locked(home / "lock"), Workers(tokenizer, cores()) as workers:
+    with locked(home / "lock"), Workers(tokenizer, available_cores()) as workers:
         was_begun = any(home.glob("*.json")) or any(home.glob("*.progress"))
         try:
             shards = list(make_shards(sources, home, workers, context, need))

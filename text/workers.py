@@ -26,13 +26,6 @@ from contextlib import contextmanager
 from functools import lru_cache
 
 
-def cores():
-    """How many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # on Linux; it heeds limits such as taskset's
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
-
-
 class Workers:
     """A pool of `processes` workers, which start when first needed and end with the block."""
 

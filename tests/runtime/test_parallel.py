@@ -24,7 +24,7 @@ import data
 import optimizers
 import train
 from kernels import choice
-from runtime import checkpoint, parallel
+from runtime import checkpoint, cores, parallel
 
 # Not the defaults, because: eigenvectors of larger factors are not unique; a large system takes
 # longer to solve, and rounds more.
@@ -272,6 +272,12 @@ def test_a_platform_that_is_not_there_is_one_line(here, optimized):
         start = f"{words[0]}: JAX_PLATFORMS is rocm, but JAX cannot use that: "
         assert done.stderr.startswith(start) and done.stderr.count("\n") == 1, done.stderr
         assert done.returncode == 2 and not done.stdout
+
+
+def test_a_process_that_may_use_fewer_cores_counts_these(monkeypatch):
+    """As under taskset, or in a job of a cluster."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2}, raising=False)
+    assert cores.available_cores() == 3
 
 
 def test_matrix_products_are_in_what_suits_the_device(monkeypatch):

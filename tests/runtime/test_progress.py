@@ -111,7 +111,7 @@ def test_without_a_terminal_a_long_run_says_a_line_every_minute(here, capsys, mo
 
 
 def test_a_line_comes_every_minute_and_not_more_often(monkeypatch, capsys):
-    """Without a terminal; tqdm would look after ten seconds, too. 100 s at an inner batch a second."""
+    """Without a terminal, at an inner batch a second; tqdm would look after ten seconds, too."""
     now = 1000.0
     monkeypatch.setattr("tqdm.std.time", lambda: now)
     monkeypatch.setattr(progress.time, "time", lambda: now)
