@@ -85,8 +85,8 @@ class Progress:
 
     def reach(self, batches):
         """Moves the first bar to so many inner batches, where a step has read fewer than it may."""
-        bar = self.bars[0]
-        bar.update(batches * self.inner_tokens - bar.n)
+        for bar in self.bars[:1]:  # other processes than the first have none
+            bar.update(batches * self.inner_tokens - bar.n)
 
     def write(self, line):
         """Prints a line above the bars."""

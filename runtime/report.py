@@ -19,7 +19,6 @@ COLUMNS = {  # of the table: a log row's number, the width of its column, its fo
     "seconds": (8, ".1f"),
 }
 
-
 FIRST = ("method", "model")  # flags that the first line of a run tells
 READ = "tokens read"  # a column of a grid's table; no flag has a blank in its name
 
@@ -59,19 +58,16 @@ def opening(run, forms, text, windows, begun):
     if asked != config.batch:
         whole = f"as a batch is cut into whole inner batches, of {run.inner_tokens:,} tokens each"
         print(f"--batch {asked:,} became {config.batch:,}, {whole}")
-    warm_up = (
-        f"{run.warmup_batches * run.inner_tokens:,} tokens, {run.warmup_batches} steps of AdamW"
-    )
     if run.warmup_batches:
-        print(f"warm-up: {warm_up}, made once and kept in data/ for other runs that start so")
+        tokens = run.warmup_batches * run.inner_tokens
+        steps = f"{run.warmup_batches} steps of AdamW"
+        print(f"warm-up: {tokens:,} tokens, {steps}, made once and kept in data/ for other runs")
 
+    tokens = run.batches * run.inner_tokens
     line_search = config.steps * run.settings.fresh_batches * run.inner_tokens
-    whole_run = (
-        f"{run.batches * run.inner_tokens:,} tokens, {line_search:,} of them for line search"
-    )
     times = run.batches * config.inner_batch / windows
     share = f"{times:.1f} times the text" if times > 1 else f"{times:.2%} of the text"
-    print(f"it will read {whole_run}: {share}")
+    print(f"it will read {tokens:,} tokens, {line_search:,} of them for line search: {share}")
     given = [flag_and_value(*item) for item in run.given.items() if item[0] not in FIRST]
     if given:
         print("flags given:", *given)
