@@ -28,7 +28,7 @@ import gn
 import model
 from kernels import choice
 from runtime import checkpoint, flags, parallel
-from runtime.command import blaming_input, command
+from runtime.command import blaming_input, check_stopped, command
 from train import METHODS
 
 
@@ -210,6 +210,7 @@ def seconds(repeat, step, state):
     calls = int(parallel.largest(calls))  # all processes must make the same number
     times = []
     for _ in range(repeat):
+        check_stopped()
         start = time.perf_counter()
         for _ in range(calls):
             state, out = step(state)
@@ -372,6 +373,7 @@ def run(config, network, mesh, chosen):
                 if config.json:
                     write(config.json, about | {"rows": [*results, result]})
                 results.append(result)
+                check_stopped()
                 print(line(result))
         except KeyboardInterrupt:
             if config.json and results:

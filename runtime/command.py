@@ -12,6 +12,7 @@ where it is.
 import os
 import signal
 import sys
+import threading
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
@@ -46,7 +47,8 @@ def command(main):
         words = sys.argv[1:] if argv is None else list(argv)
         try:
             open_streams()
-            status = main(words) or 0
+            with noting_ctrl_c():
+                status = main(words) or 0
             sys.stdout.flush()
             return status
         except BaseException as error:
@@ -61,6 +63,41 @@ def command(main):
             discard_unread()
 
     return run
+
+
+# ---- Ctrl-C --------------------------------------------------------------------------------------
+
+raised = []  # what signals have raised in this command; a library's "except:" may have caught it
+
+
+@contextmanager
+def noting_ctrl_c():
+    """Within it, Ctrl-C raises KeyboardInterrupt, as always, and this is noted in `raised`."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+        yield  # nohup wants it to be ignored; only the main thread may set a handler
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        raised.clear()
+        signal.signal(signal.SIGINT, before)
+
+
+def interrupt(number, frame):
+    """The handler of Ctrl-C."""
+    raised.append(KeyboardInterrupt())
+    raise raised[-1]
+
+
+def check_stopped():
+    """Raises again what a signal has raised, if a library has caught it, as JAX does in places."""
+    if raised:
+        raise raised[-1]
+
+
+# ---- ends ----------------------------------------------------------------------------------------
 
 
 @contextmanager

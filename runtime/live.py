@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import jax
 
-from runtime import parallel
+from runtime import command, parallel
 from runtime.command import Stop
 
 
@@ -34,6 +34,7 @@ class Signals:
         return self
 
     def __exit__(self, *error):
+        command.raised.clear()
         for number, handler in self.replaced.items():
             signal.signal(number, handler)
 
@@ -42,7 +43,8 @@ class Signals:
         first = self.number == 0
         self.number = number
         if not (first and self.waiting):
-            raise Stop(number)
+            command.raised.append(Stop(number))
+            raise command.raised[-1]
 
     @contextmanager
     def deferred(self):

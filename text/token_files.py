@@ -36,6 +36,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from runtime.command import check_stopped
 from runtime.cores import available_cores
 from runtime.files import UNREADABLE, digest, locked, named, write_file
 from text import documents, formats
@@ -224,6 +225,7 @@ def write(source, path, workers, holdout, train_tokens, need):
         unread = islice(texts, documents_in(counts), None)
         saved = time.monotonic()
         for chunk, chunk_ids in encoded(chunks(unread), source.size, workers):
+            check_stopped()
             for text, ids in zip(chunk, chunk_ids, strict=True):
                 side = "val" if source.held_out or text in holdout else "train"
                 files[side].write(ids.tobytes() + end_of_text)

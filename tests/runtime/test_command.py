@@ -1,6 +1,7 @@
 """How commands end, as real processes: Ctrl-C, nobody who reads, closed streams, other shells."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 from conftest import AS_A_USER, SMALL, run
 
 import train
+from runtime import command
 
 ROOT = Path(train.__file__).parent
 TRAIN = ["train.py", *SMALL, "--method", "muon", "--data", "text.txt", "--out", "new"]
@@ -170,3 +172,18 @@ def test_in_another_shell_a_run_is_the_same(with_run):
     ended = done([*TRAIN, "--out", "other", "--steps", "1"], "-OO", **ASCII)
     Path("ascii.txt").rename("text.txt")
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_ctrl_c_is_ignored_where_the_shell_wants_it_so():
+    """As under nohup, and in the background of a script."""
+
+    @command.command
+    def main(words):
+        os.kill(os.getpid(), signal.SIGINT)
+        return 5
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert main([]) == 5
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,6 +1,9 @@
 """What a run reads is a function of its seed and its step, and validation stays unseen."""
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -158,6 +161,26 @@ def test_a_corpus_is_described_by_files_documents_and_tokens_of_each_side():
     assert data.describe(meta) == f"{train}; held out: 1 file, 2 documents, 17 tokens"
     meta["val_files"] = 0
     assert data.describe(meta) == f"{train}; held out: of the same files, 2 documents, 17 tokens"
+
+
+def test_ctrl_c_that_a_library_catches_ends_it_at_the_next_documents(tmp_path, monkeypatch, capsys):
+    """What was read until then is kept."""
+    original, calls = token_files.hash_of, []
+
+    def hash_of(text):
+        calls.append(text)
+        if len(calls) == 12 + 3:  # the first pass over the text only chooses what is held out
+            with contextlib.suppress(BaseException):
+                os.kill(os.getpid(), signal.SIGINT)
+        return original(text)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(token_files, "hash_of", hash_of)
+    monkeypatch.setattr(token_files, "CHUNK", 4)
+    path = write_text(tmp_path / "a.txt", documents_of(12))
+    assert data.main([path, "--tokenizer", "bytes"]) == 130
+    assert len(calls) == 12 + 4
+    assert "stopped; the same command goes on from here" in capsys.readouterr().err
 
 
 def test_a_process_that_is_killed_leaves_what_the_next_one_goes_on_with(tmp_path):
