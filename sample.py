@@ -38,13 +38,15 @@ def read(folder):
 
 
 def read_network(config):
-    """The network's Config from the flags in config.json. Raises TypeError for a bad value."""
+    """The network's Config from the flags in config.json. Raises TypeError or ValueError."""
     sizes = {}
     for name, flag in flags.fields_of(model.Config).items():
         sizes[name] = config[name]
         if type(config[name]) is not flag.kind:
             raise TypeError(f"its {name} is {config[name]!r}")
-    return model.Config(**sizes)
+    network = model.Config(**sizes)
+    network.check()
+    return network
 
 
 def read_weights(path, network):

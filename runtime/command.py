@@ -125,8 +125,8 @@ def explain(error):
     if isinstance(error, OSError):
         return 1, error
     if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
-        remedy = "lower --inner-batch, or with train.py --head-chunk, or there give --shard true"
-        return 1, f"the device is out of memory; {remedy}"
+        remedy = "lower --inner-batch or --head-chunk, or on several devices give --shard true"
+        return 1, f"the device is out of memory; for train.py, {remedy}"
     return None, None
 
 

@@ -397,7 +397,7 @@ def test_a_failure_of_the_machine_ends_one_run_of_a_grid(here, capsys):
         patch.setattr(train, "execute", execute)
         assert run("--method", "muon", "--tokens", "2k,4k") == 0
     out, err = capsys.readouterr()
-    assert err.startswith("train.py: the device is out of memory; ")
+    assert err.startswith("train.py: the device is out of memory; for train.py, lower ")
     done, failed = table_of_grid(out)
     assert done[1:4] == ["3", f"{rows(done[4])[-1]['tokens']:,}", "4000"]
     assert failed[:4] == ["failed", "-", "-", "2000"]
