@@ -114,7 +114,8 @@ def conjugate_gradients(product, b, steps):
     product: x -> A x. Each step goes to the minimum of ½ x·Ax - b·x along a direction p. This is
     the downhill direction r = b - A x, changed so that p·A p' = 0 for every earlier direction p':
     so no step undoes what another has done (Hestenes and Stiefel, 1952). It ends after so many
-    steps, or when |r| is below 1e-10 |b|.
+    steps, or when |r| is below 1e-10 |b|. JAX has the same as one compiled program, which can take
+    minutes, and hears no Ctrl-C until it has ended.
     """
     x = optax.tree.zeros_like(b)
     r = p = b

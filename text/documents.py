@@ -70,7 +70,7 @@ def library(root):
 def files_below(corpus):
     """A source for each file of text in a folder, or for one file.
 
-    If some but not all files are held out by their names or their folders' names, these are.
+    Files whose names, or whose folders' names, say so are held out, unless all files are such.
     """
     path = Path(corpus)
     if not (corpus and flags.exists(corpus)):

@@ -6,7 +6,7 @@ followed, and a file to which several names lead is read once. Not read are
 - hidden files and folders, whose names begin with a dot, and packages of other programs;
 - what this project itself writes: runs, token files, compiled programs;
 - .json files without documents: many programs keep their settings in such files;
-- files with other endings. One line names these two kinds, or says how many there are.
+- files with other endings. One line names the files of the last two kinds, or counts them.
 """
 
 import json

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 
 PIECE = 4096  # characters of a .txt file after which the next empty line ends a document
-LONGEST = 4 * PIECE  # characters after which a document ends where a line, or PIECE of it, ends
+LONGEST = 4 * PIECE  # characters after which the next end of a line, or of PIECE more, ends it
 BLOCK = 2**20  # bytes of a file that are unzipped at a time
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # byte order marks; UTF-32 begins like them
 DAMAGE = (gzip.BadGzipFile, EOFError, zlib.error)  # what a damaged .gz file raises

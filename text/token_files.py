@@ -16,10 +16,10 @@ Nothing is counted before it is on disk. So an interruption, kill -9 included, c
 tokenizing: the next process cuts the files to what was counted, skips as many documents of the
 source, and goes on from there. A shard whose checksums are wrong is made again.
 
-Training never reads a validation document. A corpus may bring whole files of them, as C4 does; a
-text that is in one of these and in another file too is on both sides. Otherwise they are the
-documents with the smallest hashes, 5% of all different ones. A hash depends on nothing but the
-text, so then a document that occurs twice is on one side.
+A corpus may bring whole files of validation documents, as C4 does. Training reads none of these
+files; but a text that is in one of them and in another file, too, is on both sides. Otherwise the
+validation documents are those with the smallest hashes, 5% of all different ones. A hash depends on
+nothing but the text, so then a document that occurs twice is on one side.
 """
 
 import hashlib
@@ -66,9 +66,10 @@ class TooShort(ValueError):
 def make(corpus, tokenizer, context, need, folder):
     """The token files of a corpus, made if they are not there yet: (train, val, meta).
 
-    train, val: the ids of each side, a Joined. meta: the COUNTS of the corpus, all its "documents",
-    and for each side the number of files, such as "train_files", and the sha256. A file that has
-    documents on both sides is a training file. Arguments and errors are those of `data.prepare`.
+    train, val: the ids of each side, a Joined. meta: the COUNTS of the corpus; "documents", those
+    of both sides; for each side the number of files, such as "train_files", and the sha256. A file
+    that has documents on both sides is a training file. Arguments and errors are those of
+    `data.prepare`.
     """
     sources = in_order(documents.sources(corpus))
     home = Path(folder) / folder_name(corpus, sources, tokenizer)
@@ -272,7 +273,7 @@ def encoded(chunks, size, workers):
     size: bytes of the source. Where tokenizing is quick, or the text small, this process does it.
     """
     encode = workers.tokenizer.encode
-    is_small = 0 < size < LARGE  # of C4's files, whose size is not known, none is
+    is_small = 0 < size < LARGE  # a file of C4 has the size 0, as it is not known, and is large
     if workers.tokenizer.name == "bytes" or is_small:
         return ((texts, map(encode, texts)) for texts in chunks)
     return workers.encode(chunks)

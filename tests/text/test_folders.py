@@ -1,5 +1,6 @@
 """Of a folder, what a person would call its text is read, and each file of it once."""
 
+import gzip
 import json
 from pathlib import Path, PurePath
 
@@ -75,6 +76,13 @@ def test_a_folder_without_text_says_what_it_has(tmp_path):
         write(tmp_path / f"a.{name}")
     with pytest.raises(ValueError, match="it has a.a, a.b, a.c, a.d, a.e, a.f, ..$"):
         names(tmp_path)
+
+
+def test_settings_of_other_programs_are_left_out_also_when_they_are_gzipped(tmp_path):
+    for name, content in (("meta.json.gz", b'{"name": 1}'), ("b.json.gz", b'{"text": "b"}')):
+        (tmp_path / name).write_bytes(gzip.compress(content))
+    write(tmp_path / "a.txt")
+    assert names(tmp_path) == ["a.txt", "b.json.gz"]
 
 
 def test_a_json_file_that_is_damaged_behind_its_beginning_is_said(tmp_path):

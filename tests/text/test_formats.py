@@ -124,6 +124,11 @@ BAD = {
     "a number alone": ("a.json", b"3", "item 1 is no JSON object"),
     "half an array": ("a.json", b'[{"text": "a"},\n', "no JSON: .*line 2 column 1"),
     "an array in other bytes": ("a.json", b'["\xff"]', "no JSON: .*position 2"),
+    "no UTF-8 and cut short": (
+        "a.txt.gz",
+        gzip.compress(b"one\n\xff" + bytes(range(1, 100)) * 1000)[:-9],
+        "invalid start byte in UTF-8 at a byte after number 0",
+    ),
     "text cut short": ("a.txt.gz", gzip.compress(b"a\n" * 1000)[:-9], "damaged after line 1000"),
     "text not gzipped": ("a.txt.gz", b"one\n", "damaged after line 0"),
     "no Parquet": ("a.parquet", b"PAR1", "no Parquet file"),
