@@ -81,8 +81,8 @@ def solve(state, batches, config, value_and_grad=gn.value_and_grad):
         total = None
         for k in range(config.inner_steps):
             result = measure(theta0, delta, batches(k), config, objective, value_and_grad)
-            total = result if total is None else optax.tree.add(total, result)
-            jax.block_until_ready(total)  # so that a signal is heard at every inner batch
+            jax.block_until_ready(total)  # of batch k - 1, so that `batches` hears signals in time
+            total = result if total is None else add(total, result)
         return optax.tree.scale(1 / config.inner_steps, total)
 
     def damped_product(delta):
@@ -106,6 +106,12 @@ def measure(theta0, delta, tokens, config, objective, value_and_grad):
     """loss, value and gradient of an objective at θ_t + δ, means over tokens, int32 [B, T+1]."""
     f = partial(value_and_grad, config=config, objective=objective)
     return parallel.mean(f)(theta0, delta, tokens)
+
+
+@parallel.jit
+def add(total, result):
+    """The sum of two trees of arrays, as one program: array by array, a solve takes 15% longer."""
+    return optax.tree.add(total, result)
 
 
 def conjugate_gradients(product, b, steps):
