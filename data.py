@@ -15,16 +15,22 @@ are in no window and are never predicted. With T = 4 these are three, 111 103 0:
     window 0        97 32 99 97 116
     window 1                    116 0 97 32 100
 
-An epoch reads all n windows in a random order; the next epoch reads them in another one. Sequences
-are the windows in the order in which they are read, and a batch is B sequences, int32 [B, T + 1].
-With n = 6 and B = 2:
+A large corpus is cut into groups of files, each with an array and windows of its own. A group is
+tokenized when a run comes near it (text/groups.py). A small corpus, below 256 MB, is one group.
+
+An epoch reads all windows: one group after another, and the windows of a group in a random order.
+The next epoch has the groups, and their windows, in another order. Sequences are the windows in the
+order in which they are read, and a batch is B sequences, int32 [B, T + 1]. With two groups of 4 and
+2 windows, and with B = 2:
 
     epoch             0             1
+    group             0       1     1   0
     sequence          0 1 2 3 4 5   6 7 8 ...
     batch             0   1   2     3   ...
 
 Nothing here has a state. Batch `index` of seed `seed` is the same whoever asks, and whenever. So a
-run that is stopped and started again, or spread over several devices, reads the same batches.
+run that is stopped and started again, or spread over several devices, reads the same batches, and a
+longer run begins with the batches of a shorter one.
 
 `python data.py c4 --tokens 2b` tokenizes a corpus before a run asks for it.
 """
@@ -32,7 +38,7 @@ run that is stopped and started again, or spread over several devices, reads the
 import signal
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -41,35 +47,37 @@ import numpy as np
 
 from runtime import flags
 from runtime.command import Stop, blaming_input, command
-from text import token_files
+from text import groups, token_files
 from text.tokenizer import tokenizer
 
 # ---- documents -> ids ----------------------------------------------------------------------------
 
 
 class Corpus(NamedTuple):
-    """A tokenized corpus. Its ids are on disk; a slice such as `train[a:b]` reads some of them."""
+    """A tokenized corpus. Ids are on disk; a slice such as `val[a:b]` reads some of them."""
 
-    train: token_files.Joined  # ids to train on, uint16 [n]
+    train: groups.Text  # ids to train on: train[i] is the array of group i, uint16 [n]
     val: token_files.Joined  # ids of documents that are never trained on: 5%, or whole files
-    meta: dict  # the counts and the sha256 of each side: see token_files.make
+    meta: dict  # the counts and the sha256 of each side: see groups.make
 
 
-def prepare(corpus, tok, context, need=float("inf"), folder="data"):
-    """The corpus, tokenized into files below `folder`.
+def prepare(corpus, tok, context, need=float("inf"), folder="data", later=0, makes=True):
+    """The corpus, tokenized into files below `folder` as far as it is needed at once.
 
     The ids of a document are tok.encode(document), then tok.end_of_text.
 
     corpus: stdlib (the source code of Python's standard library), c4, or the path of a file or
-    folder (text/documents.py). Its files are taken whole, in order, until there are `need` training
-    tokens and a window of `context` + 1 validation tokens. C4 has a thousand files.
+    folder (text/documents.py). Its groups are taken in order, until their windows of `context` + 1
+    have `need` tokens. Later groups are tokenized by another process while the caller reads, up to
+    the token number `later`, until the caller ends that with `train.close()`. makes: whether this
+    process tokenizes; if not, it waits until another one has.
 
     What was tokenized before is not tokenized again. What was interrupted goes on where it was
     (text/token_files.py). If two processes ask at once, one waits for the other. Raises ValueError
     if the corpus is missing, empty or not text, or if either side is shorter than a window; then
     only files that were finished before are kept. Raises OSError for a failure of the machine.
     """
-    return Corpus(*token_files.make(corpus, tok, context, need, folder))
+    return Corpus(*groups.make(corpus, tok, context, need, folder, later, makes))
 
 
 def describe(meta):
@@ -83,7 +91,11 @@ def describe_side(meta, side):
     where = amount(files, "file") if files else "of the same files"
     documents = amount(meta[f"{side}_documents"], "document")
     tokens = amount(meta[f"{side}_tokens"], "token")
-    return f"{where}, {documents}, {tokens}"
+    described = f"{where}, {documents}, {tokens}"
+    later = meta["later_files"]
+    if side == "train" and later:
+        described += f" (and {amount(later, 'file')}, tokenized when needed)"
+    return described
 
 
 def amount(count, noun):
@@ -100,46 +112,78 @@ def windows(tokens, context):
 
 
 @lru_cache(maxsize=4)
-def order(n, seed, epoch):
-    """The order in which an epoch reads its n windows: a permutation of 0 .. n - 1, uint32 [n].
+def order(n, seed, epoch, group=0):
+    """The order in which an epoch reads n windows: a permutation of 0 .. n - 1, uint32 [n].
 
-    Of the memory that training needs, only this grows with the corpus: 4 bytes per window, for each
-    of four orders at most.
+    Of the memory that training needs, only this grows with a group: 4 bytes per window, for each of
+    four orders at most.
     """
     numbers = np.arange(n, dtype=np.uint32)
-    np.random.default_rng((seed, epoch)).shuffle(numbers)
+    np.random.default_rng((seed, epoch, group)).shuffle(numbers)
     return numbers
+
+
+@lru_cache(maxsize=2)
+def order_of_groups(n, seed, epoch):
+    """The order in which an epoch reads n groups: the first one as they are, others at random."""
+    numbers = np.arange(n)
+    if epoch > 0:
+        np.random.default_rng((seed, epoch, n)).shuffle(numbers)
+    return numbers.tolist()
+
+
+def find(text, context, seed, number):
+    """Where sequence `number` is: its epoch, its group, and its place in the order of the windows.
+
+    text: a sequence of arrays of ids, one for each group. No group behind the sequence is touched
+    in the first epoch.
+    """
+    before = 0  # windows in the groups that are passed
+    for group in range(len(text)):
+        n = windows(text[group], context)
+        if number < before + n:
+            return 0, group, number - before
+        before += n
+    epoch, number = divmod(number, before)
+    for group in order_of_groups(len(text), seed, epoch):
+        n = windows(text[group], context)
+        if number < n:
+            break
+        number -= n
+    return epoch, group, number
 
 
 # ---- windows -> batches --------------------------------------------------------------------------
 
 
-def sequences(tokens, context, seed, numbers):
-    """The sequences of these numbers, int32 [len(numbers), context + 1]."""
-    n = windows(tokens, context)
+def sequences(text, context, seed, numbers):
+    """The sequences of these numbers, int32 [len(numbers), context + 1]; text: as for `find`."""
     found = []
     for number in numbers:
-        epoch, place = divmod(number, n)
-        start = int(order(n, seed, epoch)[place]) * context
-        found.append(tokens[start : start + context + 1])
+        epoch, group, place = find(text, context, seed, number)
+        ids = text[group]
+        start = int(order(windows(ids, context), seed, epoch, group)[place]) * context
+        found.append(ids[start : start + context + 1])
     return np.stack(found).astype(np.int32)
 
 
-def batch(tokens, context, size, seed, index):
-    """Batch number `index` of `size` sequences, int32 [size, context + 1]."""
-    return sequences(tokens, context, seed, range(index * size, (index + 1) * size))
+def batch(text, context, size, seed, index):
+    """Batch number `index` of `size` sequences, int32 [size, context + 1]; text: as for `find`."""
+    return sequences(text, context, seed, range(index * size, (index + 1) * size))
 
 
 class Ahead:
     """Reads batches before they are asked for: ahead(index) is read(index), for index < end.
 
-    Batches are asked for in order. While the caller works with one, a thread reads the next.
+    Batches are asked for in order. While the caller works with one, a thread reads the next. While
+    the caller waits for one, it calls `check` every second, which may raise.
     """
 
-    def __init__(self, read, end):
+    def __init__(self, read, end, check=lambda: None):
         self.read = read
         self.end = end
-        self.thread = ThreadPoolExecutor(1)
+        self.check = check
+        self.thread = futures.ThreadPoolExecutor(1)
         self.pending = {}  # {index: future of the batch}, of one batch at most
         self.waited = 0.0  # seconds that the caller waited
 
@@ -150,9 +194,10 @@ class Ahead:
         following = index + 1
         if following < self.end:
             self.pending[following] = self.thread.submit(self.read, following)
-        batch = asked.result()
+        while not futures.wait([asked], timeout=1).done:
+            self.check()
         self.waited += time.perf_counter() - start
-        return batch
+        return asked.result()
 
 
 # ---- the command ---------------------------------------------------------------------------------

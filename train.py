@@ -211,13 +211,6 @@ class Run(NamedTuple):
         """Inner batches that the whole run reads."""
         return self.warmup_batches + self.config.steps * self.step_batches
 
-    @property
-    def training_tokens(self):
-        """Tokens that a run of this size reads at most, so that any method finds the same text."""
-        inner_steps = self.settings.inner_steps
-        of_a_step = inner_steps + max(inner_steps, self.settings.fresh_batches)
-        return self.inner_tokens * (self.warmup_batches + self.config.steps * of_a_step)
-
 
 # ---- the command line ----------------------------------------------------------------------------
 
@@ -410,17 +403,24 @@ class Session(NamedTuple):
 def open_session(run, corpus, signals):
     """The Session of a run."""
     place = corpus.train, run.network.context, run.config.inner_batch, run.config.seed
+    saver = live.Saver(partial(checkpoint.save_state, run.config.out), run.config.save_every)
 
     def read(index):
-        return parallel.put(run.mesh, data.batch(*place, index), parallel.rows)
+        batch = data.batch(*place, index)
+        checkpoint.check_text(run.config.out, corpus.train.hashes)
+        return parallel.put(run.mesh, batch, parallel.rows)
+
+    def stop_if_asked():
+        if jax.process_count() == 1:  # several must stop together, at the next inner batch
+            live.safe_point(signals, saver)
 
     return Session(
         run=run,
         corpus=corpus,
-        ahead=data.Ahead(read, run.batches),
+        ahead=data.Ahead(read, run.batches, stop_if_asked),
         progress=Progress(run.inner_tokens),
         signals=signals,
-        saver=live.Saver(partial(checkpoint.save_state, run.config.out), run.config.save_every),
+        saver=saver,
     )
 
 
@@ -542,7 +542,7 @@ def evaluate(session, params):
         session.safe_point()
         session.progress.show("evaluation")
         numbers = range(first, min(first + size, windows))
-        rows = data.sequences(text, context, 0, numbers)
+        rows = data.sequences([text], context, 0, numbers)
         tokens = parallel.put(run.mesh, rows, parallel.rows)
         total += loss(run.network, params, tokens) * len(rows)
     return float(total) / windows
@@ -727,15 +727,22 @@ def check_places(runs):
 
 
 def prepare_all(runs):
-    """The text of each run, tokenized. Raises ValueError if it is missing, damaged or too short."""
+    """The text of each run, tokenized as far as its warm-up reads; the rest follows when needed.
+
+    The warm-up is found by the hash of what it reads. Raises ValueError if the text is missing,
+    damaged or too short.
+    """
     prepare_text = cache(data.prepare)  # the runs of a grid may share it
+    later = max(run.batches * run.inner_tokens for run in runs)
+    makes = jax.process_index() == 0
 
     def prepare():
         corpora = []
         for run in runs:
             context = run.network.context
-            need = run.training_tokens
-            corpora.append(prepare_text(run.config.data, run.tokenizer, context, need))
+            need = run.warmup_batches * run.inner_tokens
+            place = (run.config.data, run.tokenizer, context)
+            corpora.append(prepare_text(*place, need, later=later, makes=makes))
         return corpora
 
     return parallel.first(prepare, "data")
@@ -761,10 +768,10 @@ def execute(run, corpus, signals):
     state = parallel.put(run.mesh, state)
     parallel.wait()  # or another process would find the folder half made
     checkpoint.open_folder(run.config.out, identity(run, corpus))
-    windows = data.windows(corpus.train, run.network.context)
     choice.choose(run.network)
     begun = describe_begun(run, state, rows)
-    report.opening(run, choice.forms(run.network), data.describe(corpus.meta), windows, begun)
+    whole_text = None if corpus.meta["later_files"] else corpus.train.tokens_in_windows()
+    report.opening(run, choice.forms(run.network), data.describe(corpus.meta), whole_text, begun)
     with jax.set_mesh(run.mesh), signals.deferred():
         rows = train(open_session(run, corpus, signals), state, rows)
     report.summary(run, rows)
@@ -831,6 +838,8 @@ def main(words):
             runs = configure_all(words)
             check_places(runs)
             corpora = prepare_all(runs)
+            for corpus in corpora:
+                stack.callback(corpus.train.close)
             for run, corpus in zip(runs, corpora, strict=True):
                 check_folder(run, corpus)
         if len(runs) > 1:

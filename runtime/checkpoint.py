@@ -348,6 +348,23 @@ def open_folder(folder, flags):
     write_file(path, lambda f: f.write(text.encode()))
 
 
+def check_text(folder, hashes):
+    """Notes in text.json which text a run reads. Raises BadInput if it was another one before.
+
+    hashes: {number of a group of files: the sha256 of its ids} of all groups up to now. They come
+    one by one, while the run reads.
+    """
+    path = Path(folder) / "text.json"
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    now = {str(group): sha256 for group, sha256 in hashes.items()}
+    for group, sha256 in now.items():
+        if known.get(group, sha256) != sha256:
+            what = f"part {group} of the text is not what it was when this run read it"
+            raise BadInput(f"{folder}: {what}; give another --out")
+    if now.keys() > known.keys():
+        write_file(path, lambda f: f.write(json.dumps(known | now, indent=1).encode()))
+
+
 # ---- the code that a run was made with ----
 
 

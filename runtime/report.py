@@ -41,11 +41,11 @@ def table_row(row):
 # ---- before and after a run ----------------------------------------------------------------------
 
 
-def opening(run, forms, text, windows, begun):
+def opening(run, forms, text, whole_text, begun):
     """Prints what a run is about to do.
 
     In words: forms, whether kernels run; text, what its text has; begun, what an earlier command
-    has done of the run. windows: the number of training windows.
+    has done of the run. whole_text: tokens of training windows; None if not all are tokenized yet.
     """
     config, context = run.config, run.network.context
     devices = describe_devices(run, forms)
@@ -65,13 +65,20 @@ def opening(run, forms, text, windows, begun):
 
     tokens = run.batches * run.inner_tokens
     line_search = config.steps * run.settings.fresh_batches * run.inner_tokens
-    times = run.batches * config.inner_batch / windows
-    share = f"{times:.1f} times the text" if times > 1 else f"{times:.2%} of the text"
-    print(f"it will read {tokens:,} tokens, {line_search:,} of them for line search: {share}")
+    share = describe_share(tokens, whole_text)
+    print(f"it will read {tokens:,} tokens, {line_search:,} of them for line search{share}")
     given = [flag_and_value(*item) for item in run.given.items() if item[0] not in FIRST]
     if given:
         print("flags given:", *given)
     print(f"{config.out}: {begun}")
+
+
+def describe_share(tokens, whole_text):
+    """How much of its text a run reads, in words, if that is known."""
+    if whole_text is None:
+        return ""
+    times = tokens / whole_text
+    return f": {times:.1f} times the text" if times > 1 else f": {times:.2%} of the text"
 
 
 def describe_devices(run, forms):

@@ -74,7 +74,7 @@ def test_evaluation_is_the_mean_over_held_out_windows(here):
     corpus = data.prepare("text.txt", config.tokenizer, 16)
     state = baselines.init(model.init(config.network, jax.random.key(0)), config.settings)
     state = checkpoint.load(Path("r/checkpoint.npz"), state)
-    windows = data.batch(corpus.val, 16, 38, 0, 0)
+    windows = data.batch([corpus.val], 16, 38, 0, 0)
 
     def loss(params):
         return train.loss(config.network, params, windows)
@@ -101,7 +101,7 @@ def test_fault_6_every_evaluation_reads_the_same_windows_and_no_others(here, mon
     """The first --eval-tokens, all of them, at each of four evaluations, whatever the seed."""
     read, original = [], data.sequences
     monkeypatch.setattr(
-        data, "sequences", lambda tokens, *a: read.append((len(tokens), a)) or original(tokens, *a)
+        data, "sequences", lambda text, *a: read.append((len(text[0]), a)) or original(text, *a)
     )
     assert run("--method", "muon", "--out", "r", "--seed", "7") == 0
     held_out = data.prepare("text.txt", data.tokenizer("bytes"), 16).meta["val_tokens"]

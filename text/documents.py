@@ -24,6 +24,7 @@ from text.formats import READERS, reader, text, tidy
 
 C4_TRAIN = 1024  # files of training text in C4 (allenai/c4, en)
 C4_VALIDATION = 8  # files of validation text; one is used, 20M tokens
+C4_BYTES = 320_000_000  # in a file of training text, zipped, about
 PAUSES = (1, 2, 5, 10, 30, 60, 120, 300, 300, 300)  # seconds of waiting after failures in a row
 FIRST_PAUSES = (1, 2)  # where there has not been a network yet
 MISTAKES = (TypeError, AttributeError, NameError, LookupError, ImportError)  # no network's failure
@@ -34,7 +35,7 @@ class Source(NamedTuple):
 
     name: str
     files: int  # how many it reads one after another
-    size: int  # bytes on disk; 0 for C4's files, which are not here
+    size: int  # bytes on disk; of C4's files, which are not here, about
     stamp: list  # names, sizes and times of the files: it differs if one of these has changed
     read: Callable  # () -> its documents, one after another
     held_out: bool  # whether all of it is for validation
@@ -139,7 +140,7 @@ def c4():
     found = []
     for name in names:
         read = partial(patient, partial(stream, name))
-        found.append(Source(name, 1, 0, [], read, held_out="validation" in name))
+        found.append(Source(name, 1, C4_BYTES, [], read, held_out="validation" in name))
     return found
 
 

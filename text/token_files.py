@@ -20,12 +20,13 @@ A corpus may bring whole files of validation documents, as C4 does. Training rea
 files; but a text that is in one of them and in another file, too, is on both sides. Otherwise the
 validation documents are those with the smallest hashes, 5% of all different ones. A hash depends on
 nothing but the text, so then a document that occurs twice is on one side.
+
+Which shards are made, and when, is decided in groups.py.
 """
 
 import hashlib
 import json
 import os
-import shutil
 import sys
 import time
 from contextlib import closing, suppress
@@ -37,10 +38,7 @@ import numpy as np
 from tqdm import tqdm
 
 from runtime.command import check_stopped
-from runtime.cores import available_cores
 from runtime.files import UNREADABLE, digest, locked, named, write_file
-from text import documents, formats
-from text.workers import Workers
 
 SIDES = ("train", "val")
 COUNTS = (  # of a shard, for each side
@@ -56,131 +54,52 @@ SMALL = 2**28  # bytes; of a smaller corpus exactly this fraction is held out, s
 LARGE = 2**22  # bytes of a source from which on it pays to start processes
 CHUNK = 64  # documents that are tokenized at a time
 SAVE_SECONDS = 10  # from one record of progress to the next
-NAME_BYTES = 100  # of a text's name that are used: a file's name has 255 at most
-
-
-class TooShort(ValueError):
-    """A corpus has no window for training, or none for validation."""
-
-
-def make(corpus, tokenizer, context, need, folder):
-    """The token files of a corpus, made if they are not there yet: (train, val, meta).
-
-    train, val: the ids of each side, a Joined. meta: the COUNTS of the corpus; "documents", those
-    of both sides; for each side the number of files, such as "train_files", and the sha256. A file
-    that has documents on both sides is a training file. Arguments and errors are those of
-    `data.prepare`.
-    """
-    sources = in_order(documents.sources(corpus))
-    home = Path(folder) / folder_name(corpus, sources, tokenizer)
-    with locked(home / "lock"), Workers(tokenizer, available_cores()) as workers:
-        was_begun = any(home.glob("*.json")) or any(home.glob("*.progress"))
-        try:
-            shards = list(make_shards(sources, home, workers, context, need))
-            meta = total(shards) | count_files(sources[: len(shards)])
-            check_length(corpus, meta, context)
-        except ValueError as error:
-            # Shards that were finished before a later file turned out to be bad are kept.
-            is_useful = any(home.glob("*.json")) and not isinstance(error, TooShort)
-            if not was_begun and not is_useful:
-                remove(home)
-            raise
-    train = Joined(token_files(home, "train", len(shards)), tokenizer.vocab_size)
-    val = Joined(token_files(home, "val", len(shards)), tokenizer.vocab_size)
-    return train, val, meta
-
-
-def in_order(sources):
-    """The sources in the order of their shards: those that are held out come first."""
-    return sorted(sources, key=lambda source: not source.held_out)
-
-
-def folder_name(corpus, sources, tokenizer):
-    """A name for the folder of token files, another one wherever the ids could be others."""
-    text = [[source.name, source.stamp, source.held_out] for source in sources]
-    key = digest([text, tokenizer.name, tokenizer.vocab_size, HELD_OUT, formats.PIECE])
-    return f"{short_name(corpus)}-{tokenizer.name}-{key[:12]}"
-
-
-def short_name(corpus):
-    """The name of a corpus without its ending, NAME_BYTES long at most, in whole characters."""
-    name = Path(os.path.abspath(corpus)).stem  # that of ".", which has none, is its folder's
-    whole_characters = os.fsencode(name)[:NAME_BYTES].decode(errors="ignore")
-    return os.fsdecode(whole_characters.encode())
-
-
-def token_files(home, side, shards):
-    """The paths of one side's files, in order."""
-    return [home / f"{number:05}.{side}.bin" for number in range(shards)]
-
-
-def total(shards):
-    """The counts of the whole corpus, and of each side the sha256 of its shards' checksums."""
-    meta = {name: sum(shard[name] for shard in shards) for name in COUNTS}
-    meta["documents"] = documents_in(meta)
-    meta["sha256"] = {}
-    for side in SIDES:
-        checksums = "".join(shard["sha256"][side] for shard in shards)
-        meta["sha256"][side] = hashlib.sha256(checksums.encode()).hexdigest()
-    return meta
-
-
-def documents_in(counts):
-    """The documents of both sides."""
-    return counts["train_documents"] + counts["val_documents"]
-
-
-def count_files(sources):
-    """How many files these sources read for each side."""
-    held_out = sum(source.files for source in sources if source.held_out)
-    others = sum(source.files for source in sources if not source.held_out)
-    return {"train_files": others, "val_files": held_out}
-
-
-def check_length(corpus, meta, context):
-    """Raises TooShort if a side of the corpus is shorter than one window."""
-    count = meta["documents"]
-    if not count:
-        raise TooShort(f"data {corpus}: it is empty")
-    for side, name in (("train", "training"), ("val", "validation")):
-        tokens = meta[f"{side}_tokens"]
-        if tokens < context + 1:
-            have = f"{tokens} {name} tokens in {count} documents"
-            need = f"a window of context {context} + 1; give a longer text"
-            raise TooShort(f"data {corpus}: {have} are too few for {need}")
-
-
-def remove(home):
-    """Removes a folder, and the one that it is in if that is then empty."""
-    shutil.rmtree(home, ignore_errors=True)
-    with suppress(OSError):
-        os.rmdir(home.parent)
 
 
 # ---- shards --------------------------------------------------------------------------------------
 
 
-def make_shards(sources, home, workers, context, need):
-    """Makes one shard after another, and yields its counts, until there is enough text.
+def make_shards(sources, numbers, home, workers, holdout, shown=False):
+    """Makes the shards of these numbers below `home`, where they are not there: a list of counts.
 
-    sources: all that are held out come first. Others follow, each taken whole, until there are
-    `need` training tokens and one window of validation.
+    sources: all of the corpus; holdout: the documents that are held out; shown: whether a bar shows
+    the progress, where there is a terminal. While another process works there, it waits.
     """
-    holdout = Holdout(sources)
-    train_tokens = 0
-    val_tokens = 0
-    for number, source in enumerate(sources):
-        is_enough = train_tokens >= need and val_tokens > context
-        if is_enough and not source.held_out:
-            return
-        path = home / f"{number:05}"
-        counts = finished(path)
-        if counts is None:
-            counts = write(source, path, workers, holdout, train_tokens, need)
-            finish(path, counts)
-        train_tokens += counts["train_tokens"]
-        val_tokens += counts["val_tokens"]
-        yield counts
+    found = counts_of(home, numbers)
+    if found:  # there is nothing to wait for
+        return found
+    made = []
+    with locked(home / "lock"):
+        for number in numbers:
+            path = shard_path(home, number)
+            counts = finished(path)
+            if counts is None:
+                counts = write(sources[number], path, workers, holdout, shown)
+                finish(path, counts)
+            made.append(counts)
+    return made
+
+
+def counts_of(home, numbers):
+    """The counts of these shards, a list; None if not all are finished and as they were written."""
+    found = [whole(shard_path(home, number)) for number in numbers]
+    return None if None in found else found
+
+
+def are_finished(home, numbers):
+    """Whether these shards are finished. They may have been damaged since."""
+    return all(Path(f"{shard_path(home, number)}.json").exists() for number in numbers)
+
+
+def shard_path(home, number):
+    """The path of a shard, to which the endings of its files are added."""
+    return home / f"{number:05}"
+
+
+def ids_of(home, numbers, side, vocab_size):
+    """The ids that these shards have on one side, as one array."""
+    paths = [f"{shard_path(home, number)}.{side}.bin" for number in numbers]
+    return Joined(paths, vocab_size)
 
 
 def finished(path):
@@ -190,11 +109,18 @@ def finished(path):
         return None
     # A kill may have left counts of progress. If the files are damaged, they are no longer true.
     Path(f"{path}.progress").unlink(missing_ok=True)
-    counts = read(done)
+    counts = whole(path)
+    if counts is None:
+        print(f"{path}: a token file is damaged; it is made again", file=sys.stderr)
+        done.unlink()
+    return counts
+
+
+def whole(path):
+    """The counts of a shard, or None if it is not finished or is damaged."""
+    counts = read(Path(f"{path}.json"))
     if counts and checksums(path, checksum_once) == counts["sha256"]:
         return counts
-    print(f"{path}: a token file is damaged; it is made again", file=sys.stderr)
-    done.unlink()
     return None
 
 
@@ -205,20 +131,16 @@ def finish(path, counts):
     Path(f"{path}.progress").unlink()
 
 
-def write(source, path, workers, holdout, train_tokens, need):
-    """Tokenizes a source, or the rest of it, into the files of a shard; returns their counts.
-
-    For the progress bar: the shards before have train_tokens of the `need` training tokens.
-    """
+def write(source, path, workers, holdout, shown):
+    """Tokenizes a source, or the rest of it, into the files of a shard; returns their counts."""
     counts = progress(path)
-    start = train_tokens + counts["train_tokens"]
     end_of_text = np.uint16(workers.tokenizer.end_of_text).tobytes()
     with (
         named(path),
         open(f"{path}.train.bin", "ab") as train,
         open(f"{path}.val.bin", "ab") as val,
         closing(source.read()) as texts,
-        progress_bar(source.name, start, need) as bar,
+        progress_bar(source.name, counts["train_tokens"], shown) as bar,
     ):
         files = {"train": train, "val": val}
         for side in SIDES:
@@ -233,7 +155,7 @@ def write(source, path, workers, holdout, train_tokens, need):
                 counts[f"{side}_documents"] += 1
                 counts[f"{side}_tokens"] += len(ids) + 1
                 counts[f"{side}_bytes"] += len(text.encode())
-            bar.update(train_tokens + counts["train_tokens"] - bar.n)
+            bar.update(counts["train_tokens"] - bar.n)
             if time.monotonic() - saved > SAVE_SECONDS:
                 save(path, files, counts)
                 saved = time.monotonic()
@@ -261,6 +183,11 @@ def save(path, files, counts):
     record(Path(f"{path}.progress"), counts)
 
 
+def documents_in(counts):
+    """The documents of both sides."""
+    return counts["train_documents"] + counts["val_documents"]
+
+
 def chunks(texts):
     """Lists of CHUNK texts each; the last may be shorter."""
     while chunk := list(islice(texts, CHUNK)):
@@ -273,17 +200,15 @@ def encoded(chunks, size, workers):
     size: bytes of the source. Where tokenizing is quick, or the text small, this process does it.
     """
     encode = workers.tokenizer.encode
-    is_small = 0 < size < LARGE  # a file of C4 has the size 0, as it is not known, and is large
-    if workers.tokenizer.name == "bytes" or is_small:
+    if workers.tokenizer.name == "bytes" or size < LARGE:
         return ((texts, map(encode, texts)) for texts in chunks)
     return workers.encode(chunks)
 
 
-def progress_bar(name, start, need):
-    """A bar of training tokens, from `start` to `need`, where there is a terminal."""
-    total = need if need < float("inf") else None
-    unit = {"unit": " tokens", "unit_scale": True}
-    return tqdm(desc=name, initial=start, total=total, disable=None, **unit)
+def progress_bar(name, start, shown):
+    """A bar of the training tokens of a source, from `start` on, where there is a terminal."""
+    disable = None if shown else True  # None: where standard error is no terminal
+    return tqdm(desc=name, initial=start, unit=" tokens", unit_scale=True, disable=disable)
 
 
 # ---- validation ----------------------------------------------------------------------------------
@@ -297,8 +222,11 @@ class Holdout:
     Of a larger one it is the documents whose hash is below 5% of all possible hashes.
     """
 
-    def __init__(self, sources):
+    def __init__(self, sources, largest=None):
+        """largest: what the property of this name is, where another process has found it."""
         self.sources = sources
+        if largest is not None:
+            self.largest = largest
 
     def __contains__(self, text):
         return hash_of(text) <= self.largest

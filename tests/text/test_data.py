@@ -28,7 +28,7 @@ def test_the_example_in_the_header_of_data_py():
     tokens = np.concatenate(ids)
     assert tokens.tolist() == [97, 32, 99, 97, 116, 0, 97, 32, 100, 111, 103, 0]
     assert data.windows(tokens, 4) == 2
-    rows = data.batch(tokens, 4, 2, seed=0, index=0).tolist()
+    rows = data.batch([tokens], 4, 2, seed=0, index=0).tolist()
     assert sorted(rows) == [[97, 32, 99, 97, 116], [116, 0, 97, 32, 100]]
 
 
@@ -47,7 +47,7 @@ def test_an_epoch_reads_every_window_once_and_the_next_in_another_order(n, conte
     windows = data.windows(tokens, context)
     assert 0 <= n - 1 - windows * context < context
     batches = -(-2 * windows // size)
-    rows = np.concatenate([data.batch(tokens, context, size, seed, i) for i in range(batches)])
+    rows = np.concatenate([data.batch([tokens], context, size, seed, i) for i in range(batches)])
     assert rows.shape == (batches * size, context + 1)
     assert (np.diff(rows) == 1).all()
     first, second = rows[:windows], rows[windows : 2 * windows]
@@ -62,7 +62,7 @@ def test_batches_are_a_function_of_seed_and_index():
     tokens = np.arange(10_000, dtype=np.uint16)
 
     def batch(seed, index):
-        return data.batch(tokens, 16, 4, seed, index)
+        return data.batch([tokens], 16, 4, seed, index)
 
     late = batch(1, 1000)
     for index in range(3):
@@ -71,14 +71,14 @@ def test_batches_are_a_function_of_seed_and_index():
     assert late.dtype == np.int32
     assert (batch(1, 0) != batch(2, 0)).any()
     two = np.concatenate([batch(1, 0), batch(1, 1)])
-    np.testing.assert_array_equal(two, data.batch(tokens, 16, 8, 1, 0))
+    np.testing.assert_array_equal(two, data.batch([tokens], 16, 8, 1, 0))
 
 
 def test_validation_documents_never_appear_in_training_batches(tmp_path):
     """No word of a held-out document, all of which differ, is in any window of a whole epoch."""
     path = write_text(tmp_path / "a.txt", documents_of(30))
     corpus = data.prepare(path, BYTES, 64, folder=tmp_path / "data")
-    epoch = data.batch(corpus.train, 64, data.windows(corpus.train, 64), seed=0, index=0)
+    epoch = data.batch(corpus.train, 64, data.windows(corpus.train[0], 64), seed=0, index=0)
     seen = "".join(BYTES.decode(row) for row in epoch)
     held_out = BYTES.decode(corpus.val[:]).replace("\0", " ").split()
     assert len(held_out) >= 65 * 8
@@ -156,11 +156,15 @@ def test_a_corpus_is_described_by_files_documents_and_tokens_of_each_side():
         "val_files": 1,
         "val_documents": 2,
         "val_tokens": 17,
+        "later_files": 0,
     }
     train = "to train on: 1,200 files, 1 document, 3,000,000 tokens"
     assert data.describe(meta) == f"{train}; held out: 1 file, 2 documents, 17 tokens"
     meta["val_files"] = 0
     assert data.describe(meta) == f"{train}; held out: of the same files, 2 documents, 17 tokens"
+    meta["later_files"] = 1
+    later = "(and 1 file, tokenized when needed)"
+    assert data.describe(meta).startswith(f"{train} {later}; held out")
 
 
 def test_ctrl_c_that_a_library_catches_ends_it_at_the_next_documents(tmp_path, monkeypatch, capsys):

@@ -153,7 +153,7 @@ def test_both_validation_and_test_are_never_trained_on(tmp_path):
         rows = [json.dumps({"text": f"{split} {i}"}) + "\n" for i in range(20)]
         write(hub / split / "0000.jsonl", "".join(rows))
     corpus = data.prepare(str(hub), data.tokenizer("bytes"), 4, folder=tmp_path / "data")
-    text = data.tokenizer("bytes").decode(corpus.train[:])
+    text = data.tokenizer("bytes").decode(corpus.train[0][:])
     assert text.count("train") == 20 and "validation" not in text and "test" not in text
     assert (corpus.meta["train_files"], corpus.meta["val_files"]) == (1, 2)
     assert (corpus.meta["train_documents"], corpus.meta["val_documents"]) == (20, 40)

@@ -16,7 +16,7 @@ from sample_text import documents_of, write_c4, write_text
 import data
 from runtime import files
 from runtime.cores import available_cores
-from text import documents, token_files
+from text import documents, groups, token_files
 from text.workers import Workers
 
 BYTES = data.tokenizer("bytes")
@@ -48,7 +48,7 @@ def test_every_document_is_on_one_side_whole_and_in_order(tmp_path):
     texts += texts[:10]
     path = write_text(tmp_path / "a.txt", texts)
     corpus = data.prepare(path, BYTES, 64, folder=tmp_path / "data")
-    train, val = decoded(corpus.train), decoded(corpus.val)
+    train, val = decoded(corpus.train[0]), decoded(corpus.val)
     assert sorted(train + val) == sorted(texts)
     assert not set(train) & set(val)
     assert len(set(val)) == 2  # 5% of 40
@@ -57,28 +57,8 @@ def test_every_document_is_on_one_side_whole_and_in_order(tmp_path):
     assert meta["documents"] == 50
     assert (meta["train_documents"], meta["val_documents"]) == (len(train), len(val))
     assert (meta["train_files"], meta["val_files"]) == (1, 0)
-    assert (meta["train_tokens"], meta["val_tokens"]) == (len(corpus.train), len(corpus.val))
+    assert (meta["train_tokens"], meta["val_tokens"]) == (len(corpus.train[0]), len(corpus.val))
     assert meta["val_bytes"] == len(corpus.val) - len(val)
-
-
-def test_a_folder_is_read_file_by_file_and_only_as_far_as_needed(tmp_path):
-    """Held-out files first; then others until there are `need` tokens; all of them as one array."""
-    texts = documents_of(12)
-    held_out = documents_of(2, seed=5)
-    for i in range(3):
-        write_c4(tmp_path / "c" / f"c4-train.{i}.json.gz", texts[4 * i : 4 * i + 4])
-    write_c4(tmp_path / "c" / "c4-validation.0.json.gz", held_out)
-    first = sum(len(text) + 1 for text in texts[:4])  # tokens of the first file
-    for need, count in ((1, 1), (first, 1), (first + 1, 2), (float("inf"), 3)):
-        corpus = data.prepare(str(tmp_path / "c"), BYTES, 64, need, tmp_path / "data")
-        assert decoded(corpus.train) == texts[: 4 * count]
-        assert decoded(corpus.val) == held_out
-        assert corpus.meta["documents"] == 4 * count + 2
-        assert (corpus.meta["train_documents"], corpus.meta["val_documents"]) == (4 * count, 2)
-        assert (corpus.meta["train_files"], corpus.meta["val_files"]) == (count, 1)
-    assert len(names(tmp_path / "data")) == 1
-    ids = data.batch(corpus.train, 64, 3, 0, 0)
-    assert ids.dtype == np.int32 and ids.shape == (3, 65)
 
 
 def test_where_no_file_is_held_out_documents_are(tmp_path, monkeypatch):
@@ -100,21 +80,13 @@ def test_where_no_file_is_held_out_documents_are(tmp_path, monkeypatch):
     assert set(held_out()) == found & set(texts[:30])
 
 
-def test_files_are_read_until_there_is_a_window_of_validation_too(tmp_path):
-    (tmp_path / "c").mkdir()
-    for i in range(40):
-        write_text(tmp_path / "c" / f"{i:02}.txt", documents_of(1, seed=i))
-    corpus = data.prepare(str(tmp_path / "c"), BYTES, 64, 10, tmp_path / "data")
-    assert len(corpus.val) > 64 and corpus.meta["documents"] < 40
-
-
 def test_text_without_line_breaks_is_cut_into_documents(tmp_path):
     """A file of one long line still has documents to hold out."""
     line = "".join(documents_of(60)).replace("\n", " ")
     path = write_text(tmp_path / "a.txt", [line])
     corpus = data.prepare(path, BYTES, 64, folder=tmp_path / "data")
     assert corpus.meta["documents"] >= 14
-    pieces = decoded(corpus.train) + decoded(corpus.val)
+    pieces = decoded(corpus.train[0]) + decoded(corpus.val)
     assert sum(map(len, pieces)) == len(line) and all(piece in line for piece in pieces)
 
 
@@ -130,14 +102,14 @@ def test_many_processes_write_what_one_does(tmp_path, monkeypatch):
             with Workers(BYTES, 2) as workers:
                 yield from workers.encode(chunks)
 
-    monkeypatch.setattr(token_files, "Workers", BytesWorkers)
+    monkeypatch.setattr(groups, "Workers", BytesWorkers)
     data.prepare(path, other, 64, folder=tmp_path / "small")
     monkeypatch.setattr(token_files, "LARGE", 1000)
     one = data.prepare(path, BYTES, 64, folder=tmp_path / "one")
     assert asked == []
     many = data.prepare(path, other, 64, folder=tmp_path / "many")
     assert asked == [available_cores()] and many.meta == one.meta
-    np.testing.assert_array_equal(many.train[:], one.train[:])
+    np.testing.assert_array_equal(many.train[0][:], one.train[0][:])
 
 
 # ---- made once, resumed, mended ------------------------------------------------------------------
@@ -147,7 +119,7 @@ def test_prepared_once_and_made_again_when_the_text_changes(tmp_path, monkeypatc
     path = tmp_path / "a.txt"
     home = tmp_path / "data"
     first = data.prepare(write_text(path, documents_of(10)), BYTES, 64, folder=home)
-    for side, ids in (("train", first.train), ("val", first.val)):
+    for side, ids in (("train", first.train[0]), ("val", first.val)):
         of_shard = hashlib.sha256(ids[:].tobytes()).hexdigest()
         of_side = hashlib.sha256(of_shard.encode()).hexdigest()
         assert first.meta["sha256"][side] == of_side
@@ -187,11 +159,11 @@ def test_a_file_that_is_now_held_out_is_prepared_again(tmp_path):
     """Though no file has changed: what decides is whether others are left to train on."""
     write_c4(tmp_path / "c" / "test.json.gz", documents_of(30))
     first = data.prepare(str(tmp_path / "c"), BYTES, 64, folder=tmp_path / "data")
-    assert len(decoded(first.train)) == 28
+    assert len(decoded(first.train[0])) == 28
     with pytest.MonkeyPatch.context() as patch:
         sources = documents.sources(str(tmp_path / "c"))
         patch.setattr(documents, "sources", lambda corpus: [sources[0]._replace(held_out=True)])
-        with pytest.raises(token_files.TooShort, match="0 training tokens in 30 documents"):
+        with pytest.raises(groups.TooShort, match="0 training tokens in 30 documents"):
             data.prepare(str(tmp_path / "c"), BYTES, 64, folder=tmp_path / "data")
 
 
@@ -216,8 +188,8 @@ def test_a_folder_without_a_name_goes_by_its_own(tmp_path, monkeypatch):
     write_c4(tmp_path / "books" / "a.json.gz", documents_of(4))
     monkeypatch.chdir(tmp_path / "books")
     for corpus in (".", "../books/", str(tmp_path / "books")):
-        assert token_files.short_name(corpus) == "books"
-    assert token_files.short_name("c4") == "c4"
+        assert groups.short_name(corpus) == "books"
+    assert groups.short_name("c4") == "c4"
 
 
 def interrupted(read, stops):
@@ -246,7 +218,7 @@ def test_interrupted_anywhere_it_goes_on_and_ends_the_same(tmp_path, monkeypatch
     stopped = source._replace(read=interrupted(source.read, stops))
     holdout = token_files.Holdout([source])  # which reads the source too, and is not stopped
     monkeypatch.setattr(documents, "sources", lambda corpus: [stopped])
-    monkeypatch.setattr(token_files, "Holdout", lambda sources: holdout)
+    monkeypatch.setattr(groups, "Holdout", lambda sources: holdout)
     counted = []
     while stops:
         with pytest.raises(KeyboardInterrupt):
@@ -262,7 +234,7 @@ def test_interrupted_anywhere_it_goes_on_and_ends_the_same(tmp_path, monkeypatch
     if damage is None:
         assert counted == [6, 6, 18, 39]
     assert got.meta == expected.meta
-    np.testing.assert_array_equal(got.train[:], expected.train[:])
+    np.testing.assert_array_equal(got.train[0][:], expected.train[0][:])
     np.testing.assert_array_equal(got.val[:], expected.val[:])
     assert names(home) == SHARD
 
@@ -294,11 +266,13 @@ def test_a_damaged_token_file_is_made_again(tmp_path, capsys, damage):
     assert names(file.parent) == SHARD
 
 
-def test_progress_that_a_kill_left_beside_a_finished_shard_goes(tmp_path):
+def test_progress_that_a_kill_left_beside_a_finished_shard_does_no_harm(tmp_path):
     path = write_text(tmp_path / "a.txt", documents_of(10))
     first = data.prepare(path, BYTES, 64, folder=tmp_path / "data")
     (done,) = (tmp_path / "data").glob("*/*.json")
     done.with_suffix(".progress").write_text(done.read_text())
+    assert data.prepare(path, BYTES, 64, folder=tmp_path / "data").meta == first.meta
+    (done.parent / "00000.train.bin").unlink()
     assert data.prepare(path, BYTES, 64, folder=tmp_path / "data").meta == first.meta
     assert names(done.parent) == SHARD
 
@@ -364,15 +338,6 @@ def test_what_was_there_before_outlives_a_flag_that_makes_no_sense(tmp_path):
     with pytest.raises(ValueError, match="too few"):
         data.prepare(path, BYTES, 10**6, folder=tmp_path / "data")
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_either_side_may_be_too_short():
-    meta = {"documents": 2, "train_tokens": 65, "val_tokens": 65}
-    token_files.check_length("a.txt", meta, 64)
-    for side, name in (("train", "training"), ("val", "validation")):
-        short = meta | {f"{side}_tokens": 64}
-        with pytest.raises(ValueError, match=f"64 {name} tokens in 2 documents are too few"):
-            token_files.check_length("a.txt", short, 64)
 
 
 # ---- reading -------------------------------------------------------------------------------------
