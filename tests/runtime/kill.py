@@ -4,9 +4,11 @@
                                        every rename, link, removal and sync of a file
     python tests/runtime/kill.py 20    20 kills at random moments
 
-The exit status is 1 if an end is another one.
+The text is eight files in C4's format, each a group of its own, which are tokenized while a run
+reads them. The exit status is 1 if an end is another one.
 """
 
+import gzip
 import itertools
 import json
 import os
@@ -22,7 +24,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 NETWORK = "--model tiny --d-model 16 --d-ff 32 --n-layers 1 --n-heads 2 --n-kv-heads 2 --context 16"
-BATCHES = "--batch 2048 --inner-batch 4 --tokens 40k --steps 8 --data text.txt --seed 1"
+BATCHES = "--batch 2048 --inner-batch 4 --tokens 40k --steps 8 --data ./c4 --seed 1"
 SAVES = "--eval-tokens 640 --eval-every 3 --save-every 0.0001"  # after nearly every inner step
 FLAGS = f"{NETWORK} {BATCHES} {SAVES}".split()
 SHORT = "--steps 1 --tokens 2k --batch 192"  # of a flag that is given twice, the last one counts
@@ -30,8 +32,8 @@ ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu"}
 
 
 def command(method, out):
-    """The words of a training command."""
-    return [sys.executable, str(ROOT / "train.py"), "--method", method, *FLAGS, "--out", out]
+    """The words of a training command that is left alone."""
+    return [sys.executable, __file__, "at", "0", "--method", method, *FLAGS, "--out", out]
 
 
 def finish(words):
@@ -40,18 +42,25 @@ def finish(words):
 
 
 def write_text():
-    lines = []
-    for i in range(4000):
-        lines.append(f"{i} {i * i} the cat sat on mat {i % 7}\n")
-        if i % 50 == 49:
-            lines.append("\n")
-    Path("text.txt").write_text("".join(lines))
+    """Eight files of training documents, and one of validation."""
+    Path("c4").mkdir()
+    for number in range(9):
+        lines = []
+        for i in range(100):
+            i += 100 * number
+            text = f"{i} {i * i} the cat sat on mat {i % 7}\n" * 3
+            lines.append(json.dumps({"text": text, "url": "x"}) + "\n")
+        name = f"c4-train.{number}.json.gz" if number < 8 else "c4-validation.0.json.gz"
+        with gzip.open(Path("c4", name), "wt", encoding="utf-8") as file:
+            file.write("".join(lines))
 
 
-def forget_warm_ups():
-    """Otherwise all runs but the first would find theirs made."""
-    for path in Path("data").glob("warmup-*"):
+def forget_data():
+    """Removes token files and warm-ups, but no compiled programs: each run makes its own."""
+    for path in Path("data").glob("[!c]*"):
         path.unlink()
+    for path in Path("data").glob("c4-*"):
+        shutil.rmtree(path)
 
 
 def end(out):
@@ -72,7 +81,7 @@ def ends_right(done, out, expected):
 
 def alone(method):
     """The end of a run that is left alone."""
-    forget_warm_ups()
+    forget_data()
     done = finish(command(method, f"alone-{method}"))
     assert done.returncode == 0, done.stderr
     return end(f"alone-{method}")
@@ -90,7 +99,7 @@ def survive(kills, methods=("gn", "muon", "layerwise_gn", "gn_prox"), seed=0):
     seen = []
     for i, method in zip(range(kills), itertools.cycle(methods), strict=False):
         out = f"{method}-{i}"
-        forget_warm_ups()
+        forget_data()
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         process = subprocess.Popen(command(method, out), env=ENVIRONMENT, **quiet)
         awaited = ("checkpoint.npz", "warmup.npz", "checkpoint.previous.npz")[i % 3]
@@ -134,6 +143,9 @@ def die_at(point, words):
         setattr(os, name, counted(getattr(os, name)))
     sys.path.insert(0, str(ROOT))
     import train
+    from text import groups
+
+    groups.GROUP = 1  # byte: every file is a group
 
     status = train.main(words)
     print(next(count) - 1)
@@ -153,11 +165,7 @@ def points(every=1):
 
     def start(point, out):
         """From nothing but compiled programs."""
-        for path in Path("data").glob("[!c]*"):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+        forget_data()
         return resume(point, out)
 
     start(0, "first")
