@@ -35,7 +35,7 @@ class Config:
 
     network: model.Config
     inner_steps: int  # inner batches in a batch, N
-    outer_steps: int  # optimizer steps of the run
+    outer_steps: int  # optimizer steps of the run; None = no end is known
     # peak learning rate, per update (Appendix H: AdamW 0.001 to 0.03, Muon and SOAP 0.01 to 0.3)
     lr: float = 0.003
     schedule: str = "cosine"  # cosine | constant, over the run (App. H; constant with --average)
@@ -44,9 +44,16 @@ class Config:
     weight_decay: float = 0.0  # decay of every matrix, times lr, per update (App. H: 0 to 0.1)
     # decay τ of the weight average, per update, evaluated in place of θ (Appendix H: 0.3 to 0.99)
     average: float = 0.0
-    clip: float = 1.0  # largest gradient norm of an optimizer group; 0 = any
+    # largest gradient norm (of Muon: of embedding and head, and of all else); 0 = any
+    clip: float = 1.0
 
     fresh_batches = 0  # inner batches that a line search reads: there is none
+
+    @property
+    def depends_on_length(self):
+        """Whether the learning rate depends on how many steps the run has."""
+        warms_up_by_length = self.warmup > 0 and not self.warmup_steps
+        return self.schedule == "cosine" or warms_up_by_length
 
     def check(self):
         """Raises ValueError where a setting is out of its range."""
@@ -81,7 +88,7 @@ class Muon(Config):
 
     def optimizer(self, lr):
         dtype = self.network.dtype
-        return optimizers.muon(lr, self.momentum, self.weight_decay, self.clip, dtype)
+        return optimizers.muon(lr, self.momentum, self.weight_decay, self.clip, dtype, b2=0.95)
 
 
 @traced
@@ -161,9 +168,10 @@ def accumulate(state, tokens, config):
 
 def learning_rate(t, config):
     """Learning rate of optimizer step t: a linear rise, then as the schedule says."""
-    steps = float(config.warmup_steps) or config.warmup * config.outer_steps
-    start = jnp.minimum(steps / config.outer_steps, 0.999)  # of the fall, which may never come
-    run = progress(t / config.outer_steps, start)
+    outer_steps = config.outer_steps or 1  # where it is None, lr does not depend on it
+    steps = float(config.warmup_steps) or config.warmup * outer_steps
+    start = jnp.minimum(steps / outer_steps, 0.999)  # of the fall, which may never come
+    run = progress(t / outer_steps, start)
     fall = SCHEDULES[config.schedule](run)
     return config.lr * rise(t, steps) * fall
 

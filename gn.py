@@ -35,6 +35,7 @@ import model
 import optimizers
 from kernels import on_gpu
 from kernels.cross_entropy import quadratic_kernel
+from line_search import BaseConfig, between, line_search
 from optimizers import cosine, progress, rise
 from runtime import parallel
 from runtime.flags import check_choice, check_range, traced
@@ -47,36 +48,11 @@ SCHEDULES = {  # factor of lr; run, inner: progress of run and inner loop after 
 }
 
 INNER_OPTIMIZERS = {  # optax transformations; lr: of this inner step, c: the Config
-    "muon": lambda lr, c: optimizers.muon(lr, c.momentum, c.weight_decay, c.clip, c.network.dtype),
-    "adamw": lambda lr, c: optimizers.adamw(lr, c.momentum, 0.999, c.weight_decay, c.clip),
+    "muon": lambda lr, c: optimizers.muon(
+        lr, c.momentum, c.weight_decay, c.clip, c.network.dtype, c.b2
+    ),
+    "adamw": lambda lr, c: optimizers.adamw(lr, 0.9, c.b2, c.weight_decay, c.clip),
 }
-
-
-@traced  # jax.jit takes the floats as inputs; all other fields are constants of the program
-@dataclass(frozen=True)
-class BaseConfig:
-    """Of every method with a line search: sizes, filled in by train.py; the search's settings."""
-
-    network: model.Config  # sizes of the network
-    inner_steps: int  # inner batches in a batch, N
-    outer_steps: int  # outer steps of the run
-    inner_tokens: int = 0  # tokens in an inner batch
-    model: Any = model  # the module of the network's functions: model.py, or one of your own
-    line_search: int = 5  # how many α = 2^(-i/2) are tried (Appendix D); 0 = no search, α = 1
-    line_search_tokens: int = 0  # about how many fresh tokens; 0 = as many as a batch (Algorithm 1)
-    guard: bool = True  # refuse a step when no step size beats θ_t; false = as in the paper
-
-    @property
-    def fresh_batches(self):
-        """How many inner batches of fresh tokens the line search of an outer step reads."""
-        if self.line_search and self.line_search_tokens:
-            if not self.inner_tokens:
-                raise ValueError("line_search_tokens needs inner_tokens, those of an inner batch")
-            return max(1, round(self.line_search_tokens / self.inner_tokens))
-        return self.inner_steps if self.line_search else 0
-
-    def check(self):
-        check_range(self, ["line_search", "line_search_tokens"], least=0)
 
 
 @traced
@@ -88,19 +64,48 @@ class Config(BaseConfig):
     # constant+inner cosine | global cosine | global+inner cosine | constant (Appendix D)
     schedule: str = "constant+inner cosine"
     warmup: float = 0.0  # fraction of the run in which lr rises linearly (App. H: 0 or 0.2)
-    inner_warmup: float = 0.0  # the same, of each outer step's inner steps (App. H: 0 or 0.2)
+    # the same, of each outer step's inner steps; constant+inner cosine only (App. H: 0 or 0.2)
+    inner_warmup: float = 0.0
     inner: str = "muon"  # muon | adamw: the inner optimizer (Section 5.1)
-    momentum: float = 0.95  # decay of its running mean of gradients, per inner step (App. H)
+    momentum: float = 0.95  # decay of Muon's running mean of gradients, per inner step (App. H)
+    # decay of the running mean of g², per inner step, in AdamW and in what Muon leaves to Adam
+    b2: float = 0.999
+    inner_epochs: int = 1  # how often an outer step reads its batch, in the same order
+    # true = start each inner loop from θ_{t+1}, its optimizer anew (Section 5.1 advises against it)
+    restart: bool = False
     weight_decay: float = 0.001  # of every matrix, times lr, per inner step (App. H: 0 or 0.001)
     damping: float = 0.0  # λ of ½ λ |δ|², added to L2 (App. H, "loss weight decay": 0 to 0.1)
     parameter_weight_decay: float = 0.0  # of every matrix, per outer step (App. H: 0 to 0.1)
     # decay τ of the weight average, per inner step (App. H: 0.9 to 0.999); 0 = no average
     average: float = None  # default: 0 with a line search, 0.999 without
-    clip: float = 1.0  # largest norm of Muon's part of the gradient, and of the rest; 0 = no limit
+    # largest gradient norm: with Muon, of embedding and head, and of all else; 0 = no limit
+    clip: float = 1.0
 
     def __post_init__(self):
+        super().__post_init__()
         if self.average is None:
             object.__setattr__(self, "average", 0.0 if self.line_search else 0.999)
+        if self.schedule != "constant+inner cosine":
+            object.__setattr__(self, "inner_warmup", 0.0)
+
+    @property
+    def passes(self):
+        """How often an outer step reads its batch."""
+        return self.inner_epochs
+
+    @property
+    def loop_steps(self):
+        """How many inner steps the loop of an outer step takes: one for each inner batch it reads."""
+        return self.passes * self.inner_steps
+
+    @property
+    def depends_on_length(self):
+        """Whether the learning rate depends on how many outer steps the run has."""
+        return self.schedule.startswith("global") or self.warmup > 0
+
+    def optimizer(self, lr):
+        """The inner optimizer, an optax transformation; lr: of this inner step."""
+        return INNER_OPTIMIZERS[self.inner](lr, self)
 
     def check(self):
         super().check()
@@ -108,8 +113,9 @@ class Config(BaseConfig):
         check_choice(self, "inner", INNER_OPTIMIZERS)
         check_range(self, ["lr"], above=0)
         check_range(self, ["weight_decay", "damping", "clip"], least=0)
-        fractions = ["momentum", "warmup", "inner_warmup", "average", "parameter_weight_decay"]
-        check_range(self, fractions, least=0, below=1)
+        check_range(self, ["inner_epochs"], least=1, most=1000)
+        decays = ["momentum", "b2", "average", "parameter_weight_decay"]
+        check_range(self, [*decays, "warmup", "inner_warmup"], least=0, below=1)
 
 
 class State(NamedTuple):
@@ -121,19 +127,20 @@ class State(NamedTuple):
     opt: Any  # state of the inner optimizer
     t: jax.Array  # outer steps done
     k: jax.Array  # inner steps done of the current outer step
-    loss: jax.Array  # ℓ at θ_t, summed over these k inner steps
-    inner_loss: jax.Array  # L2 at the inner iterate, summed over the same steps
+    losses: jax.Array  # ℓ at θ_t on the batch of each of these inner steps; zeros for those to come
+    inner_losses: jax.Array  # L2 at θ before each of these inner steps, on the same batches
 
 
 def init(params, config):
     """State at the first outer step, from copies of θ_0, as `inner_step` overwrites its state."""
     theta = jax.tree.map(jnp.copy, params)
     average = jax.tree.map(jnp.copy, params) if config.average else None
-    opt = INNER_OPTIMIZERS[config.inner](0.0, config).init(params)  # the same for any lr
+    opt = config.optimizer(0.0).init(params)  # the same for any lr
     t, k = jnp.zeros(2, jnp.int32)
-    loss, inner_loss = jnp.zeros(2, jax.tree.leaves(params)[0].dtype)
+    dtype = jax.tree.leaves(params)[0].dtype
+    losses, inner_losses = jnp.zeros((2, config.loop_steps), dtype)
     params = jax.tree.map(jnp.copy, params)
-    return State(params, theta, average, opt, t, k, loss, inner_loss)
+    return State(params, theta, average, opt, t, k, losses, inner_losses)
 
 
 @on_gpu(quadratic_kernel)
@@ -181,12 +188,13 @@ def value_and_grad(theta0, delta, tokens, config, objective=quadratic):
 
 def learning_rate(t, k, config):
     """Learning rate of inner step k of outer step t (Appendix D)."""
-    steps, N = config.outer_steps, config.inner_steps
-    run = progress((t + k / N) / steps, config.warmup)
-    inner = progress(k / N, config.inner_warmup)
+    steps = config.outer_steps or 1  # where it is None, lr does not depend on it
+    K = config.loop_steps  # inner steps of an outer step
+    run = progress((t + k / K) / steps, config.warmup)
+    inner = progress(k / K, config.inner_warmup)
     fall = SCHEDULES[config.schedule](run, inner)
-    run_rise = rise(t * N + k, config.warmup * steps * N)  # linear: to 1 over the warm-up
-    inner_rise = rise(k, config.inner_warmup * N)
+    run_rise = rise(t * K + k, config.warmup * steps * K)  # linear: to 1 over the warm-up
+    inner_rise = rise(k, config.inner_warmup * K)
     return config.lr * run_rise * inner_rise * fall
 
 
@@ -206,52 +214,15 @@ def inner_step(state, tokens, config, value_and_grad=value_and_grad):
     grad = jax.tree.map(lambda g, d: g + config.damping * d, grad, delta)
 
     lr = learning_rate(state.t, state.k, config)
-    optimizer = INNER_OPTIMIZERS[config.inner](lr, config)
-    step, opt = optimizer.update(grad, state.opt, state.theta)
+    step, opt = config.optimizer(lr).update(grad, state.opt, state.theta)
     theta = optax.apply_updates(state.theta, step)
     average = state.average  # may be None, and then stays it
     if not config.line_search:  # otherwise `move` averages
         average = optimizers.update_average(average, theta, config.average)
-    state = state._replace(loss=state.loss + ell, inner_loss=state.inner_loss + L2)
+    losses = state.losses.at[state.k].set(ell)
+    inner_losses = state.inner_losses.at[state.k].set(L2)
+    state = state._replace(losses=losses, inner_losses=inner_losses)
     return state._replace(theta=theta, average=average, opt=opt, k=state.k + 1)
-
-
-def between(theta0, theta, alpha):
-    """θ_t + α (θ - θ_t); exactly θ_t at α = 0, even where θ is not finite."""
-    point = jax.tree.map(lambda a, b: a + alpha * (b - a), theta0, theta)
-    return jax.tree.map(lambda a, p: jnp.where(alpha == 0, a, p), theta0, point)
-
-
-@parallel.jit
-def losses(theta0, theta, alphas, tokens, config):
-    """The loss at θ_t + α (θ - θ_t), for each α of alphas [A]; inf if α > 0 and θ is not finite."""
-    # The loss alone may not show a bad θ: these tokens do not read all rows of the embedding.
-    is_finite = [jnp.isfinite(a).all() for a in jax.tree.leaves(theta)]
-    all_finite = jnp.array(is_finite).all()
-    mean_loss = parallel.mean(partial(config.model.loss, config.network))
-
-    def loss_at(alpha):
-        loss = mean_loss(between(theta0, theta, alpha), tokens)
-        return jnp.where(all_finite | (alpha == 0), loss, jnp.inf)
-
-    return jax.lax.map(loss_at, alphas)
-
-
-def line_search(theta0, theta, fresh, config):
-    """The α of 2^(-i/2), i < line_search, with the smallest loss on fresh(k) (see `update`).
-
-    With the guard it is 0 unless one of them beats θ_t. A loss that is not finite beats nothing.
-    """
-    alphas = 2.0 ** (-jnp.arange(config.line_search) / 2)
-    if config.guard:
-        alphas = jnp.append(0.0, alphas)  # argmin takes the first of equals: θ_t stays
-    total = jnp.zeros_like(alphas)
-    for k in range(config.fresh_batches):
-        batch_losses = losses(theta0, theta, alphas, fresh(k), config)
-        jax.block_until_ready(total)  # waits for batch k - 1; else Python would queue all of them
-        total = total + batch_losses
-    total = jnp.where(jnp.isfinite(total), total, jnp.inf)
-    return alphas[jnp.argmin(total)]
 
 
 @parallel.jit
@@ -260,22 +231,24 @@ def move(state, alpha, config):
 
     The next inner loop starts from θ, not from θ_{t+1} (Section 5.1): the inner optimizer goes on
     from the point that it has come to, with its momentum there. α only decides where the network is
-    linearized next. After a refused step (α = 0) the loop starts from θ_t, its optimizer anew.
+    linearized next. With config.restart, and after a refused step (α = 0), the loop starts from
+    θ_{t+1}, its optimizer anew.
     """
     params = between(state.params, state.theta, alpha)
-    opt_anew = INNER_OPTIMIZERS[config.inner](0.0, config).init(params)
+    opt_anew = config.optimizer(0.0).init(params)
     refused = alpha == 0
-    theta = jax.tree.map(partial(jnp.where, refused), params, state.theta)
-    opt = jax.tree.map(partial(jnp.where, refused), opt_anew, state.opt)
+    restart = refused | config.restart
+    theta = jax.tree.map(partial(jnp.where, restart), params, state.theta)
+    opt = jax.tree.map(partial(jnp.where, restart), opt_anew, state.opt)
     keep = jnp.where(refused, 1, 1 - config.parameter_weight_decay)
     params = optimizers.scale_matrices(params, keep)
     theta = optimizers.scale_matrices(theta, keep)  # θ too: else moving to θ would undo the decay
     average = state.average
-    if config.line_search:  # one outer step counts as its N inner steps
-        tau = config.average**config.inner_steps
+    if config.line_search:  # one outer step counts as its inner steps
+        tau = config.average**config.loop_steps
         average = optimizers.update_average(average, params, tau)
-    k, loss, inner_loss = jax.tree.map(jnp.zeros_like, (state.k, state.loss, state.inner_loss))
-    return State(params, theta, average, opt, state.t + 1, k, loss, inner_loss)
+    k, losses, inner_losses = jax.tree.map(jnp.zeros_like, state[-3:])
+    return State(params, theta, average, opt, state.t + 1, k, losses, inner_losses)
 
 
 def update(state, batches, fresh, config, watch=lambda state: None, value_and_grad=value_and_grad):
@@ -283,18 +256,29 @@ def update(state, batches, fresh, config, watch=lambda state: None, value_and_gr
 
     batches(k), k < inner_steps: inner batches, int32 [B, T+1]; fresh(k), k < fresh_batches: those
     of the line search; watch(state): called after each inner step; value_and_grad: of this file or
-    another method. Returns the next State, and metrics: train_loss (ℓ at θ_t) and inner_loss (L2),
-    means in nats per token; lr of the first inner step; alpha (0: refused), if line_search > 0.
+    another method. Returns the next State, and metrics, losses in nats per token:
+        train_loss, inner_loss: ℓ at θ_t and L2 at θ, means over all inner steps
+        inner_loss_first, inner_loss_last: L2 at the first and the last inner step
+        lr: of the first inner step
+        norm_matrices, ..: ‖θ - θ_t‖ of each group of optimizers.py
+        alpha (0: refused), loss_at_1, ..: see line_search.py; only if line_search > 0
     An update deletes the state it is given. To keep one, copy it: jax.tree.map(jnp.copy, state).
     """
     N = config.inner_steps
-    for k in range(int(state.k), N):  # a run that was stopped inside the loop resumes there
-        state = inner_step(state, batches(k), config, value_and_grad)
+    for k in range(int(state.k), config.loop_steps):  # a stopped run resumes inside the loop
+        state = inner_step(state, batches(k % N), config, value_and_grad)
         watch(state)
-    metrics = {"train_loss": state.loss / N, "inner_loss": state.inner_loss / N}
-    metrics["lr"] = learning_rate(state.t, 0, config)
+
+    metrics = {
+        "train_loss": jnp.mean(state.losses),
+        "inner_loss": jnp.mean(state.inner_losses),
+        "inner_loss_first": state.inner_losses[0],
+        "inner_loss_last": state.inner_losses[-1],
+        "lr": learning_rate(state.t, 0, config),
+    }
+    metrics |= optimizers.norms_of_step(state.params, state.theta)
     alpha = 1.0
     if config.line_search:
-        alpha = line_search(state.params, state.theta, fresh, config)
-        metrics["alpha"] = alpha
+        alpha, losses = line_search(state.params, state.theta, fresh, config)
+        metrics |= {"alpha": alpha} | losses
     return move(state, alpha, config), metrics

@@ -19,17 +19,21 @@ import optax
 
 import gn
 import model
+import optimizers
+from line_search import BaseConfig, between, line_search
 from runtime import parallel
 from runtime.flags import check_range, traced
 
 
 @traced
 @dataclass(frozen=True)
-class Config(gn.BaseConfig):
+class Config(BaseConfig):
     """Settings of the solver and of the line search after it."""
 
     damping: float = 0.1  # λ in (G + λI) δ = -g
     cg_steps: int = 100  # conjugate gradient steps at most, each a product with G on the batch
+
+    depends_on_length = False  # there is no learning rate
 
     @property
     def passes(self):
@@ -43,13 +47,13 @@ class Config(gn.BaseConfig):
 
 
 class State(NamedTuple):
-    """Where the method is: k inner batches of outer step t are solved for, all of them or none."""
+    """Where the method is: before the solve of outer step t, or after it."""
 
     params: Any  # θ_t
     theta: Any  # θ_t + δ
     average: None  # there is no weight average
     t: jax.Array  # outer steps done
-    k: jax.Array  # inner batches of the current outer step that δ is solved for
+    k: jax.Array  # inner batches that were read for δ, each as often as it was: 0 before the solve
     loss: jax.Array  # the loss at θ_t
     inner_loss: jax.Array  # the quadratic model at θ_t + δ, damping included
 
@@ -97,7 +101,7 @@ def solve(state, batches, config, value_and_grad=gn.value_and_grad):
     _, inner_loss, _ = mean(gn.quadratic, delta)
     inner_loss += config.damping / 2 * optax.tree.norm(delta, squared=True)
     theta = optax.tree.add(theta0, delta)
-    k = state.k + config.inner_steps
+    k = state.k + config.passes * config.inner_steps
     return state._replace(theta=theta, k=k, loss=loss, inner_loss=inner_loss)
 
 
@@ -147,17 +151,18 @@ def conjugate_step(x, r, p, Ap):
 def update(state, batches, fresh, config, watch=lambda state: None):
     """One outer step: solve for δ on the whole batch, search along it, move.
 
-    Arguments and metrics as gn.update's, without lr. The next step starts from θ_{t+1}.
-    The state that is given stays.
+    Arguments and metrics as gn.update's, without those of inner steps. The next step starts from
+    θ_{t+1}. The state that is given stays.
     """
     if state.k == 0:
         state = solve(state, batches, config)
         watch(state)
 
     metrics = {"train_loss": state.loss, "inner_loss": state.inner_loss}
+    metrics |= optimizers.norms_of_step(state.params, state.theta)
     alpha = 1.0
     if config.line_search:
-        alpha = gn.line_search(state.params, state.theta, fresh, config)
-        metrics["alpha"] = alpha
-    params = gn.between(state.params, state.theta, alpha)
+        alpha, losses = line_search(state.params, state.theta, fresh, config)
+        metrics |= {"alpha": alpha} | losses
+    params = between(state.params, state.theta, alpha)
     return init(params, config)._replace(t=state.t + 1), metrics

@@ -15,19 +15,21 @@ that passes it, and about two for the stream that starts in it. For the model `1
 about 4 gradients of gn.py; its 14 layers one by one would cost 14.
 
 All the rest is gn.py. Muon treats each matrix by itself, and Adam each number, so one inner iterate
-and one optimizer serve all layers. Only clipping looks across them: by one norm of all matrices of
-Muon, and one of all that Adam updates.
+and one optimizer serve all layers. Only clipping must know them: as if each layer were trained
+alone, its gradient is clipped by its own norm.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import optax
 
 import gn
 import gn_prox
 import model
+import optimizers
 from gn import init  # noqa: F401  the same State
 from model import product, rounded
 from runtime.flags import check_choice, traced
@@ -43,6 +45,12 @@ class Config(gn.Config):
     line_search: int = 10  # how many α = 2^(-i/2) are tried (Appendix D); 0 = no search, α = 1
     # quadratic | exact: a layer's loss is expanded as in gn.py (Section 6.3), or kept exact
     objective: str = "quadratic"
+    clip: float = 1.0  # largest gradient norm of a layer; 0 = no limit
+
+    def optimizer(self, lr):
+        """gn.py's inner optimizer, after each layer's gradient is clipped by itself."""
+        unclipped = gn.Config.optimizer(replace(self, clip=0.0), lr)
+        return optax.chain(clip_layers(self.clip), unclipped)
 
     def check(self):
         super().check()
@@ -79,6 +87,28 @@ def layer(network, p, h):
     if final_norm is not None:
         h = model.rms_norm(h, final_norm)
     return h
+
+
+def clip_layers(limit):
+    """Scales each layer's gradient down to the norm `limit`; 0 = never."""
+    clip = optimizers.clip_by_norm(limit)
+
+    def clip_layer(grad):
+        clipped, _ = clip.update(grad, clip.init(grad))
+        return clipped
+
+    def clip_all(grad, params):
+        # The final norm is in the last block: it joins the others as [L, D], zero in all but that.
+        n_layers = len(grad["blocks"]["wq"])
+        is_last = jnp.arange(n_layers) == n_layers - 1
+        stacked = jnp.where(is_last[:, None], grad["final_norm"][None], 0)
+        blocks = jax.vmap(clip_layer)(grad["blocks"] | {"final_norm": stacked})
+        final_norm = blocks.pop("final_norm")[-1]
+        embedding = clip_layer(grad["embedding"])
+        head = clip_layer(grad["head"])
+        return {"embedding": embedding, "blocks": blocks, "final_norm": final_norm, "head": head}
+
+    return optax.stateless(clip_all)
 
 
 def transpose(f, like):
