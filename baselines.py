@@ -48,6 +48,11 @@ class Config:
 
     fresh_batches = 0  # inner batches that a line search reads: there is none
 
+    @property
+    def depends_on_length(self):
+        """Whether the learning rate depends on how many steps the run has."""
+        return self.schedule == "cosine" or self.warmup > 0
+
     def check(self):
         """Raises ValueError where a setting is out of its range."""
         check_choice(self, "schedule", SCHEDULES)

@@ -102,6 +102,11 @@ class Config(BaseConfig):
         if self.average is None:
             object.__setattr__(self, "average", 0.0 if self.line_search else 0.999)
 
+    @property
+    def depends_on_length(self):
+        """Whether the learning rate depends on how many outer steps the run has."""
+        return self.schedule.startswith("global") or self.warmup > 0
+
     def check(self):
         super().check()
         check_choice(self, "schedule", SCHEDULES)

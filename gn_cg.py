@@ -31,6 +31,8 @@ class Config(gn.BaseConfig):
     damping: float = 0.1  # λ in (G + λI) δ = -g
     cg_steps: int = 100  # conjugate gradient steps at most, each a product with G on the batch
 
+    depends_on_length = False  # there is no learning rate
+
     @property
     def passes(self):
         """How often a solve reads its batch, at most: for g, for each product and for the value."""
