@@ -1,10 +1,10 @@
 """Trains a LLaMA: `python train.py --method gn --model tiny`. `--help` lists every flag.
 
-A run tokenizes its text once. It warms up with AdamW on the first 5% of the tokens, the same for
-all methods (Section 5). Then it takes outer steps of its method; now and then it evaluates the
-model on held-out text, logs a row and saves its state. Every batch is a function of seed and step:
-a run that was stopped and is started again with the same command resumes as if it had never been
-stopped.
+A run tokenizes its text once. It warms up with AdamW on the first tokens, the same for all methods
+(Section 5). Then it takes outer steps of its method; now and then it evaluates the model on
+held-out text, logs a row and saves its state. Every batch is a function of seed and step: a run
+that was stopped and is started again with the same command resumes as if it had never been stopped.
+With more --steps it goes on from its end, if its learning rate does not depend on its length.
 
 The flags are the fields of three dataclasses: Config in this file, model.Config, and the Config of
 the method. Commas between the values of a flag make a grid: one run for each combination.
@@ -72,10 +72,12 @@ class Config:
     # tokens in a batch, which an outer step reads; line search not included (Appendix H: 400k to
     # 120m)
     batch: int = None
-    # tokens of the run, warm-up and line search not included; the warm-up is a fraction of them,
-    # also where --steps says how long the run is; default 20 per parameter (Section 5)
+    # tokens of the run, warm-up and line search not included, where --steps is not given; default
+    # for 45m 900m (Appendix F), for 150m 3b (Section 6.1.2): about 20 per parameter
     tokens: int = None
-    steps: int = None  # outer steps; default tokens / batch
+    # outer steps; default tokens / batch. With --target-loss and neither of the two, a run ends at
+    # the target only
+    steps: int = None
     # sequences in an inner batch, b_inner (Section 5: 32 at 45m, 128 at 150m)
     inner_batch: int = None
     eval_tokens: int = None  # held-out tokens that an evaluation reads, at most
@@ -84,8 +86,9 @@ class Config:
     save_every: float = 10.0  # minutes from one save to the next at most, also inside outer steps
     # nats per token: stop at the first evaluation at or below this loss (Section 6.1.1)
     target_loss: float = None
-    # tokens of the AdamW warm-up, as a fraction of --tokens (Section 5)
-    warmup_fraction: float = 0.05
+    # tokens of the AdamW warm-up; 0 = none; default: one per parameter, which is 5% of the 20 per
+    # parameter of a compute-optimal run (Section 5), however long this run is
+    warmup_tokens: int = None
     # peak learning rate of the warm-up, after a linear rise over its first tenth
     warmup_lr: float = 0.002
     # true = spread matrices, optimizer state and gradient over the devices, to save memory
@@ -99,7 +102,7 @@ class Config:
         counts = ("batch", "tokens", "steps", "inner_batch", "eval_tokens", "eval_every")
         flags.check_range(self, counts, least=1)
         flags.check_range(self, ("warmup_lr", "target_loss", "save_every"), above=0)
-        flags.check_range(self, ("warmup_fraction",), least=0, most=1)
+        flags.check_range(self, ("warmup_tokens",), least=0)
         flags.check_range(self, ("seed",), least=0, below=2**32)
 
 
@@ -112,10 +115,13 @@ MEANT = {
     "--optimizer": "--method",
     "--epochs": "--tokens",
     "--iters": "--steps",
+    "--warmup-fraction": "--warmup-tokens",
 }
 
 # The fields of a method's Config that are no flags: `configure` fills them in.
 DERIVED = ("model", "network", "inner_steps", "outer_steps", "inner_tokens")
+
+NO_END = 2**31 - 1  # what a method is told of the steps of a run that ends at its target only
 
 PAPER = {
     "data": "c4",
@@ -128,12 +134,12 @@ LAPTOP = {
     "tokenizer": "bytes",
     "batch": 131_072,
     "eval_tokens": 65_536,
-    "steps": 10,  # half of 20 tokens per parameter, unless --tokens is given
+    "steps": 10,  # half of 20 tokens per parameter
 }
-DEFAULTS = {  # of flags, for each model
+DEFAULTS = {  # of flags, for each model; each has either steps or tokens
     "tiny": LAPTOP | {"inner_batch": 8},
-    "45m": PAPER | {"inner_batch": 32},
-    "150m": PAPER | {"inner_batch": 128},
+    "45m": PAPER | {"inner_batch": 32, "tokens": 900_000_000},
+    "150m": PAPER | {"inner_batch": 128, "tokens": 3_000_000_000},
 }
 # Of flags, for each model and method: the best of the grids in docs/tuning.md. Warm-ups are numbers
 # of steps: as fractions of a short run, they would let the learning rate rise too fast.
@@ -180,6 +186,7 @@ class Run(NamedTuple):
     parameters: int  # how many the network has
     values: dict  # {flag: value}, as they came out
     given: dict  # {flag: value} of those on the command line, but for the folder
+    tied_by: str  # the flag by which the learning rate depends on the length; None: by no flag
 
     @property
     def inner_tokens(self):
@@ -189,7 +196,7 @@ class Run(NamedTuple):
     @property
     def warmup_batches(self):
         """Inner batches that the warm-up reads, one per step."""
-        return round(self.config.warmup_fraction * self.config.tokens / self.inner_tokens)
+        return round(self.config.warmup_tokens / self.inner_tokens)
 
     @property
     def step_batches(self):
@@ -207,9 +214,16 @@ class Run(NamedTuple):
         return self.passes * self.settings.inner_steps + self.settings.fresh_batches
 
     @property
+    def last_step(self):
+        """The outer step before which the run ends in any case, below 2^31 inner batches."""
+        if self.config.steps is not None:
+            return self.config.steps
+        return max(1, (NO_END - self.warmup_batches) // self.step_batches)
+
+    @property
     def batches(self):
-        """Inner batches that the whole run reads."""
-        return self.warmup_batches + self.config.steps * self.step_batches
+        """Inner batches that the whole run reads at most."""
+        return self.warmup_batches + self.last_step * self.step_batches
 
 
 # ---- the command line ----------------------------------------------------------------------------
@@ -267,15 +281,22 @@ def parse(argv):
     shown = f"The defaults are those of --method {method} --model {preset}."
     about = f"{__doc__ or ''}\n{shown}"
     given = flags.parse(argv, groups, values, about, others, MEANT)
-    if "tokens" in given:
-        values["steps"] = None  # as many as read these tokens
     if "schedule" in given or "line_search" in given:
         # The tuned warm-up and average belong to the tuned schedule and line search.
         for name in {"warmup_steps", "average"} & tuned.keys():
             values[name] = fields[name].default
     if "warmup" in given and "warmup_steps" in values:
         values["warmup_steps"] = 0
-    return values | given, given
+    values |= given
+
+    # How long the run is: only what is given counts, before the model's default.
+    if "steps" in given:
+        values["tokens"] = None
+    elif "tokens" in given:
+        values["steps"] = None
+    elif "target_loss" in given:
+        values |= {"steps": None, "tokens": None}
+    return values, given
 
 
 def configure(argv, home=None):
@@ -296,13 +317,18 @@ def configure(argv, home=None):
 
     method = METHODS[config.method]
     settings = configure_method(method, config, network, inner_steps, values)
+    tied_by = find_tie(settings)
+    if config.steps is None and tied_by:
+        reason = f"the learning rate depends on the length of the run ({tied_by})"
+        raise ValueError(f"--target-loss needs --steps or --tokens beside it, as {reason}")
     values |= flags.values_of(config)
     values |= flags.values_of(settings, DERIVED)
 
-    values["out"] = None  # two runs that differ in their folder only are the same
     folder = config.out
     if home or not folder:
-        folder = f"{home or 'runs'}/{name_of(values, fields_of_all(config.method))}"
+        same = unnamed(tied_by)
+        named = {name: value for name, value in values.items() if name not in same}
+        folder = f"{home or 'runs'}/{name_of(named, fields_of_all(config.method))}"
     values["out"] = folder
 
     run = Run(
@@ -316,6 +342,7 @@ def configure(argv, home=None):
         parameters=parameters,
         values=values,
         given={name: value for name, value in given.items() if name != "out"},
+        tied_by=tied_by,
     )
     if run.batches >= 2**31:
         required = "they must be below 2^31: raise --inner-batch"
@@ -329,18 +356,23 @@ def pick(values, cls, derived=()):
 
 
 def work_out(config, network, parameters):
-    """The Config with the sizes that were left out, its batch in whole inner batches; and N."""
+    """The Config with the sizes that were left out, all in whole inner batches; and N."""
     if config.batch < network.context:
         fewer = f"fewer than one sequence of context {network.context}"
         raise ValueError(f"batch is {config.batch} tokens, {fewer}")
     inner_tokens = config.inner_batch * network.context
     inner_steps = max(1, round(config.batch / inner_tokens))
     batch = inner_steps * inner_tokens
-    tokens = config.tokens or 20 * parameters
-    steps = config.steps or max(1, round(tokens / batch))
+    steps = config.steps
+    if config.tokens:
+        steps = max(1, round(config.tokens / batch))
+    warmup_tokens = config.warmup_tokens
+    if warmup_tokens is None:
+        warmup_tokens = parameters
+    warmup_tokens = round(warmup_tokens / inner_tokens) * inner_tokens
     eval_every = config.eval_every or max(1, config.eval_tokens // batch)
-    config = replace(config, batch=batch, tokens=tokens, steps=steps, eval_every=eval_every)
-    return config, inner_steps
+    sizes = {"batch": batch, "warmup_tokens": warmup_tokens}
+    return replace(config, **sizes, steps=steps, eval_every=eval_every), inner_steps
 
 
 def configure_method(method, config, network, inner_steps, values):
@@ -349,10 +381,34 @@ def configure_method(method, config, network, inner_steps, values):
     if "inner_tokens" in flags.fields_of(method.Config):
         sizes["inner_tokens"] = config.inner_batch * network.context
     own = pick(values, method.Config, DERIVED)
-    settings = method.Config(network, inner_steps, config.steps, **sizes, **own)
+    outer_steps = NO_END if config.steps is None else config.steps
+    settings = method.Config(network, inner_steps, outer_steps, **sizes, **own)
     if hasattr(settings, "check"):
         settings.check()
     return settings
+
+
+def find_tie(settings):
+    """The flag by which a method's learning rate depends on the length of the run, as a text.
+
+    None if it does not depend on it: then a finished run can be lengthened.
+    """
+    if not getattr(settings, "depends_on_length", True):
+        return None
+    warmup = getattr(settings, "warmup", 0)
+    if warmup and not replace(settings, warmup=0.0).depends_on_length:
+        return f"--warmup {warmup}"
+    if hasattr(settings, "schedule"):
+        return f"--schedule {settings.schedule}"
+    return "the method's Config has no depends_on_length"
+
+
+def unnamed(tied_by):
+    """The flags in which two commands for one run may differ: its folder and, if it may, length.
+
+    Of a length, only the steps count. tied_by: as in a Run.
+    """
+    return ("out", "tokens") if tied_by else ("out", "tokens", "steps")
 
 
 def name_of(values, fields):
@@ -593,7 +649,7 @@ def plain(number):
 
 
 def train(session, state, rows):
-    """Trains to the last outer step or to the target loss. Returns all rows of the log.
+    """Trains to the last outer step or to the target loss. Returns the rows of the log up to there.
 
     state, rows: where an earlier command stopped; None and [] begin with the warm-up. Raises Stop
     if a signal came, FloatingPointError if a loss is not finite.
@@ -603,13 +659,15 @@ def train(session, state, rows):
     if state is None:
         state, metrics = first_state(session)
     print(report.header(), *map(report.table_row, rows), sep="\n")
+    if checkpoint.is_beyond(state, run.last_step):
+        return rows
 
     t0 = int(state.t)
-    total = config.steps * run.step_work
+    total = None if config.steps is None else config.steps * run.step_work
     done = t0 * run.step_work + run.passes * int(state.k)
     with session.progress.bar(config.method, total, done):
-        for t in range(t0, config.steps + 1):  # the last round only records
-            last = t == config.steps
+        for t in range(t0, run.last_step + 1):  # the last round only records
+            last = t == run.last_step
             due = last or t % config.eval_every == 0
             logged = bool(rows) and rows[-1]["step"] == t  # by an earlier command
             if due and not logged:
@@ -620,7 +678,7 @@ def train(session, state, rows):
             start = time.perf_counter()
             state, metrics = outer_step(session, state, t, metrics)
             session.progress.reach((t + 1) * run.step_work)
-            if t == t0 + 1:  # the second step; the first one compiled its programs, too
+            if t == t0 + 1 and config.steps:  # the second step; the first one compiled, too
                 seconds_left = (time.perf_counter() - start) * (config.steps - t - 1)
                 if seconds_left > 10:
                     session.progress.write(report.time_left(seconds_left))
@@ -695,8 +753,23 @@ def configure_all(argv):
     runs = [configure(line, home) for line in lines]
     for run in runs:
         check_folder(run)
-    by_folder = {run.config.out: run for run in runs}  # a run that is there twice, once
-    return list(by_folder.values())
+    return in_order(runs)
+
+
+def in_order(runs):
+    """Runs in the order in which they are made: a run that is there twice, once.
+
+    Runs of one folder are one run at several lengths. They follow one another, the shortest first,
+    so that each finds what the one before it has trained.
+    """
+    by_folder = {}
+    for run in runs:
+        by_length = by_folder.setdefault(run.config.out, {})
+        by_length[run.last_step] = run
+    ordered = []
+    for by_length in by_folder.values():
+        ordered += [by_length[length] for length in sorted(by_length)]
+    return ordered
 
 
 def identity(run, corpus=None):
@@ -708,10 +781,17 @@ def identity(run, corpus=None):
 
 
 def check_folder(run, corpus=None):
-    """Raises ValueError if the run's folder holds anything but this run."""
-    fields = fields_of_all(run.config.method)
-    defaults = {name: flag.default for name, flag in fields.items()}
-    checkpoint.check_folder(run.config.out, identity(run, corpus), defaults)
+    """Raises ValueError if the run's folder holds anything but this run, shorter or longer."""
+    defaults = {}
+    for name, flag in fields_of_all(run.config.method).items():
+        defaults[name] = flag.default
+        if flag.default is None and name not in run.given:
+            defaults[name] = run.values[name]  # worked out from flags that the folder does have
+    must_be = identity(run, corpus)
+    for name in unnamed(run.tied_by):
+        del must_be[name]
+    reasons = {"steps": f"on which the learning rate depends: {run.tied_by}"}
+    checkpoint.check_folder(run.config.out, must_be, defaults, reasons)
 
 
 def check_places(runs):
@@ -764,12 +844,12 @@ def execute(run, corpus, signals):
         params = model.init(run.network, jax.random.key(0))
         return run.method.init(params, run.settings)
 
-    state, rows = checkpoint.resume(run.config.out, like)
+    state, rows = checkpoint.resume(run.config.out, like, run.last_step)
+    begun = describe_begun(run, state, rows)
     state = parallel.put(run.mesh, state)
     parallel.wait()  # or another process would find the folder half made
-    checkpoint.open_folder(run.config.out, identity(run, corpus))
+    open_folder(run, corpus, state)
     choice.choose(run.network)
-    begun = describe_begun(run, state, rows)
     whole_text = None if corpus.meta["later_files"] else corpus.train.tokens_in_windows()
     report.opening(run, choice.forms(run.network), data.describe(corpus.meta), whole_text, begun)
     with jax.set_mesh(run.mesh), signals.deferred():
@@ -782,9 +862,22 @@ def describe_begun(run, state, rows):
     """What an earlier command has done of a run, in words."""
     if state is None:
         return "resumes in its warm-up" if unfinished(run).exists() else "a new run"
-    if state.t == run.config.steps or reached(run.config.target_loss, rows):
+    if checkpoint.is_beyond(state, run.last_step):
+        return f"has {state.t} steps already; these are its rows up to step {run.last_step}"
+    if state.t == run.last_step or reached(run.config.target_loss, rows):
         return "finished by an earlier command"
+    steps_then = checkpoint.read_config(run.config.out)["config"].get("steps")
+    if state.t == steps_then and state.k == 0:
+        return f"finished at {state.t} steps by an earlier command; goes on {report.goal(run)}"
     return f"resumes in outer step {state.t + 1}"
+
+
+def open_folder(run, corpus, state):
+    """Creates the folder of a run. If it is there, and will be longer, says so in config.json."""
+    renewed = ()
+    if state is None or not checkpoint.is_beyond(state, run.last_step):
+        renewed = ("steps", "tokens")
+    checkpoint.open_folder(run.config.out, identity(run, corpus), renewed)
 
 
 def execute_one(run, corpus, signals):

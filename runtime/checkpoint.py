@@ -189,19 +189,30 @@ def put_aside(path):
             return
 
 
-def resume(folder, init):
+def resume(folder, init, last_step):
     """The state and the log rows that a run's folder holds; None and [] if it has saved no state.
 
-    init: a function that makes a state like the saved one; it is not computed, only traced. Raises
-    OSError if the log or both checkpoints are damaged, FloatingPointError if the run has diverged.
+    init: a function that makes a state like the saved one; it is not computed, only traced.
+    last_step: of what is asked now; a longer command may have gone further, whose rows are left
+    out. Raises OSError if the log or both checkpoints are damaged, FloatingPointError if the run
+    has diverged by then.
     """
     rows = read_log(folder)
-    check_log(folder, rows)
+    check_log(folder, rows, last_step)
     state = load_state(folder, jax.eval_shape(init))
     if state is None:
         return None, []
     # A crash between the log and the checkpoint leaves a row that is ahead of the state.
-    return state, [row for row in rows if row["step"] <= int(state.t)]
+    end = min(int(state.t), last_step)
+    rows = [row for row in rows if row["step"] <= end]
+    if is_beyond(state, last_step) and not rows:
+        raise OSError(f"{folder}/log.jsonl has lost its rows; another --out starts a new run")
+    return state, rows
+
+
+def is_beyond(state, last_step):
+    """Whether a state is further than the end of a run of so many outer steps."""
+    return (int(state.t), int(state.k)) > (last_step, 0)
 
 
 # ---- the log ----
@@ -227,13 +238,19 @@ def write_log(folder, rows):
     write_file(Path(folder) / "log.jsonl", lambda f: f.write(text.encode()))
 
 
-def check_log(folder, rows):
-    """Raises OSError if rows of a log are damaged, FloatingPointError if the run has diverged."""
+def check_log(folder, rows, last_step):
+    """Raises OSError if rows of a log are damaged.
+
+    Raises FloatingPointError if the run has diverged at `last_step` or before.
+    """
     for row in rows:
         if not isinstance(row, dict):
             raise OSError(f"{folder}/log.jsonl has a line that is no JSON object")
     if rows and "diverged" in rows[-1]:
-        raise FloatingPointError(f"{folder}: {rows[-1]['diverged']}")
+        *rows, last = rows
+        is_later = isinstance(last.get("step"), int) and last["step"] > last_step
+        if not is_later:
+            raise FloatingPointError(f"{folder}: {last['diverged']}")
     if not all(map(is_row, rows)):
         raise OSError(f"{folder}/log.jsonl has a damaged row; another --out starts a new run")
 
@@ -283,11 +300,12 @@ def refuse_taken(folder, taken):
         raise InUse(f"{folder} is in use by another run; give another --out")
 
 
-def check_folder(folder, flags, defaults):
+def check_folder(folder, flags, defaults, reasons):
     """Raises ValueError if a folder holds anything but a run of these flags, or nothing.
 
-    flags: {name: value}, and maybe the hash of the text as "corpus". defaults: values of flags that
-    the run's config.json may lack, because it is older than they are.
+    flags: {name: value}, and maybe the hash of the text as "corpus"; other flags of the run do not
+    matter. defaults: values of flags that the run's config.json may lack, because it is older than
+    they are. reasons: {name: why another value makes another run}, of flags that need one.
     """
     folder = Path(folder)
     if not folder.exists():
@@ -305,7 +323,8 @@ def check_folder(folder, flags, defaults):
     changes = []
     for name, value in flags.items():
         if then.get(name) != value:
-            changes.append(f"{name} {then.get(name)} -> {value}")
+            reason = f", {reasons[name]}" if name in reasons else ""
+            changes.append(f"{name} {then.get(name)} -> {value}{reason}")
     if changes:
         what = "; ".join(changes)
         raise ValueError(f"{folder} holds another run ({what}); give another --out")
@@ -322,16 +341,27 @@ def read_config(folder):
     return json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
 
 
-def open_folder(folder, flags):
+def write_config(folder, config):
+    """Writes config.json, a dict of dicts."""
+    text = json.dumps(config, indent=1)
+    write_file(Path(folder) / "config.json", lambda f: f.write(text.encode()))
+
+
+def open_folder(folder, flags, renewed=()):
     """Creates the folder of a run. If it is there, says what has changed since then.
 
-    That is the code, and variables of the shell that change what JAX computes.
+    That is the code, and variables of the shell that change what JAX computes. renewed: names of
+    flags whose values config.json gets anew, as a run may become longer.
     """
     path = Path(folder) / "config.json"
     if path.exists():
-        about = read_config(folder)["about"]
+        saved = read_config(folder)
+        about = saved["about"]
         warn_of_other_code(folder, about["code"])
         warn_of_other_settings(folder, about.get("jax_settings", {}))
+        config = saved["config"] | {name: flags[name] for name in renewed}
+        if config != saved["config"]:
+            write_config(folder, saved | {"config": config})
         return
     device = jax.devices()[0]
     about = {
@@ -343,9 +373,8 @@ def open_folder(folder, flags):
         "numpy": np.__version__,
         "device": f"{device.platform}: {device.device_kind}",
     }
-    text = json.dumps({"config": flags, "about": about}, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, lambda f: f.write(text.encode()))
+    write_config(folder, {"config": flags, "about": about})
 
 
 def check_text(folder, hashes):

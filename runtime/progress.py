@@ -30,19 +30,25 @@ class Progress:
 
     @contextmanager
     def bar(self, title, batches, done=0):
-        """Shows a bar for so many inner batches, of which some are done, within the context."""
+        """Shows a bar for so many inner batches, of which some are done, within the context.
+
+        batches: None if nobody knows how many; then there is no time left to show.
+        """
         on_terminal = sys.stderr.isatty()
         if on_terminal:
             # Ctrl-C writes ^C behind the bar. There must be room, or a new line begins.
             look = {"ncols": terminal_width() - 6}
         else:
             line = "{desc}: {percentage:.0f}% of {total_fmt} tokens, {rate_fmt}, {remaining} left"
+            if batches is None:
+                line = "{desc}: {n_fmt} tokens, {rate_fmt}"
             look = {"bar_format": line, "file": Lines(), "delay": MINUTE, "mininterval": MINUTE}
             look["miniters"] = 1  # or tqdm would show the bar at other times, too
         if jax.process_index() > 0 or (self.bars and not on_terminal):
             yield  # another process shows the bar; or the bar around this one says enough
             return
-        size = {"total": batches * self.inner_tokens, "initial": done * self.inner_tokens}
+        total = None if batches is None else batches * self.inner_tokens
+        size = {"total": total, "initial": done * self.inner_tokens}
         unit = {"unit": "tok", "unit_scale": True}
         with tqdm(desc=title, leave=False, **size, **unit, **look) as bar:
             if self.bars:

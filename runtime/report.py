@@ -53,32 +53,79 @@ def opening(run, forms, text, whole_text, begun):
     print(f"text {config.data}, {text}")
 
     inner = f"{run.settings.inner_steps} inner batches of {config.inner_batch} x {context}"
-    print(f"{config.steps} outer steps of {config.batch:,} tokens: {inner} (sequences, positions)")
-    asked = run.given.get("batch", config.batch)
-    if asked != config.batch:
-        whole = f"as a batch is cut into whole inner batches, of {run.inner_tokens:,} tokens each"
-        print(f"--batch {asked:,} became {config.batch:,}, {whole}")
+    print(f"{describe_length(config)}: {inner} (sequences, positions)")
+    if run.tied_by:
+        print(f"a longer run is another one, as its learning rate would be another: {run.tied_by}")
+    for line in changes(run):
+        print(line)
     if run.warmup_batches:
         tokens = run.warmup_batches * run.inner_tokens
         steps = f"{run.warmup_batches} steps of AdamW"
         print(f"warm-up: {tokens:,} tokens, {steps}, made once and kept in data/ for other runs")
 
-    tokens = run.batches * run.inner_tokens
-    line_search = config.steps * run.settings.fresh_batches * run.inner_tokens
-    share = describe_share(tokens, whole_text)
-    print(f"it will read {tokens:,} tokens, {line_search:,} of them for line search{share}")
+    print(describe_reading(run, whole_text))
     given = [flag_and_value(*item) for item in run.given.items() if item[0] not in FIRST]
     if given:
         print("flags given:", *given)
     print(f"{config.out}: {begun}")
 
 
-def describe_share(tokens, whole_text):
-    """How much of its text a run reads, in words, if that is known."""
+def describe_length(config):
+    """How many outer steps there will be, of how many tokens."""
+    size = f"of {config.batch:,} tokens"
+    if config.steps is None:
+        return f"outer steps {size} until the loss is {config.target_loss}"
+    return f"{config.steps} outer steps {size}"
+
+
+def goal(run):
+    """Where a run ends, such as "to 20"."""
+    if run.config.steps is None:
+        return f"until the loss is {run.config.target_loss}"
+    return f"to {run.config.steps}"
+
+
+# Why a flag has another value than was given; for all other flags, because of other flags.
+REASONS = {
+    "batch": "a batch is cut into whole inner batches, of {inner_tokens:,} tokens each",
+    "warmup_tokens": "a warm-up reads whole inner batches, of {inner_tokens:,} tokens each",
+    "tokens": "--steps says how long the run is",
+}
+
+
+def changes(run):
+    """A line for each flag that came out with another value than was given."""
+    lines = []
+    for name, asked in run.given.items():
+        value = run.values[name]
+        if value == asked:
+            continue
+        reason = REASONS.get(name, "other flags decide").format(inner_tokens=run.inner_tokens)
+        became = "has no effect" if value is None else f"became {readable(value)}"
+        lines.append(f"{flag_of(name)} {readable(asked)} {became}, as {reason}")
+    return lines
+
+
+def readable(value):
+    """A flag's value as a text: 4,000,000 for a number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return f"{value:,}" if is_number else str(value)
+
+
+def describe_reading(run, whole_text):
+    """How much a run will read; whole_text: tokens of all windows, None if that is not known."""
+    fresh = run.settings.fresh_batches * run.inner_tokens
+    if run.config.steps is None:
+        tokens = run.step_batches * run.inner_tokens
+        return f"each step will read {tokens:,} tokens, {fresh:,} of them for line search"
+    tokens = run.batches * run.inner_tokens
+    line_search = run.config.steps * fresh
+    read = f"it will read {tokens:,} tokens, {line_search:,} of them for line search"
     if whole_text is None:
-        return ""
+        return read
     times = tokens / whole_text
-    return f": {times:.1f} times the text" if times > 1 else f": {times:.2%} of the text"
+    share = f"{times:.1f} times the text" if times > 1 else f"{times:.2%} of the text"
+    return f"{read}: {share}"
 
 
 def describe_devices(run, forms):
@@ -126,7 +173,7 @@ def summary(run, rows):
     tokens = f"{last['tokens']:,} tokens, {last['tokens_line_search']:,} of them for line search"
     print(f"{tokens}; {seconds:.0f} s, evaluation not included")
     if refused:
-        advice = f"try {smaller_steps(run)}, or a longer warm-up (--warmup-fraction)"
+        advice = f"try {smaller_steps(run)}, or a longer warm-up (--warmup-tokens)"
         print(f"{refused} steps were refused, as no step size lowered the loss: {advice}")
     target = run.config.target_loss
     if target and last["val_loss"] > target:

@@ -167,7 +167,7 @@ def assert_same(a, b):
 # ---- runs by the command line ----
 
 COMMAND = """--model tiny --d-model 8 --d-ff 8 --n-layers 1 --n-heads 2 --n-kv-heads 2 --context 16
---batch 192 --inner-batch 4 --tokens 2k --eval-tokens 640 --eval-every 1 --steps 3"""
+--batch 192 --inner-batch 4 --warmup-tokens 128 --eval-tokens 640 --eval-every 1 --steps 3"""
 SMALL = COMMAND.split()  # of a small model
 SEARCH = ("gn", "layerwise_gn", "gn_cg")  # the methods with a line search by default
 

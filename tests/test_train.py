@@ -41,8 +41,7 @@ def test_a_run_leaves_its_log_its_config_and_its_state(here, capsys, method):
         "seconds",
     }
     assert all(names <= set(row) for row in log)
-    warm = round(0.05 * 2000 / 64) * 64
-    assert [row["tokens"] for row in log] == [warm + t * (192 + fresh) for t in range(4)]
+    assert [row["tokens"] for row in log] == [128 + t * (192 + fresh) for t in range(4)]
     assert [row["tokens_line_search"] for row in log] == [t * fresh for t in range(4)]
     assert log[0]["lr"] is None
     assert log[0]["alpha"] is None
@@ -161,12 +160,16 @@ def test_the_opening_lines_say_what_will_be_done(here, capsys):
     assert lines[2] == (
         "3 outer steps of 192 tokens: 3 inner batches of 4 x 16 (sequences, positions)"
     )
-    assert lines[3].startswith("--batch 200 became 192, as a batch is cut into whole inner batches")
-    assert lines[4].startswith("warm-up: 128 tokens, 2 steps of AdamW, made once")
-    assert lines[5].startswith("it will read 1,280 tokens, 576 of them for line search: 1.3")
-    given = lines[6].removeprefix("flags given: ")
+    assert lines[3] == (
+        "a longer run is another one, as its learning rate would be another: "
+        "--schedule global cosine"
+    )
+    assert lines[4].startswith("--batch 200 became 192, as a batch is cut into whole inner batches")
+    assert lines[5].startswith("warm-up: 128 tokens, 2 steps of AdamW, made once")
+    assert lines[6].startswith("it will read 1,280 tokens, 576 of them for line search: 1.3")
+    given = lines[7].removeprefix("flags given: ")
     assert "--lr 0.03" in given and "--batch 200" in given and "--clip" not in given
-    assert lines[7:] == ["r: a new run"]
+    assert lines[8:] == ["r: a new run"]
 
 
 def test_reading_the_text_more_than_once_is_said(here, capsys):
@@ -217,7 +220,7 @@ def test_a_run_that_was_stopped_in_its_warm_up_says_so(here, capsys):
             raise command.Stop(15)
         return original(*args)
 
-    line = ["--method", "muon", "--out", "r", "--save-every", "1e-9", "--tokens", "20k"]
+    line = ["--method", "muon", "--out", "r", "--save-every", "1e-9", "--warmup-tokens", "1024"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(baselines, "update", update)
         assert run(*line) == 143
@@ -294,7 +297,8 @@ def test_the_warm_up_is_adamw_on_single_inner_batches(here, monkeypatch):
 
 
 def test_a_diverging_warm_up_is_not_kept(here, capsys):
-    assert run("--method", "gn", "--out", "r", "--warmup-lr", "1e38", "--tokens", "20k") == 1
+    line = ["--method", "gn", "--out", "r", "--warmup-tokens", "1024"]
+    assert run(*line, "--warmup-lr", "1e38") == 1
     assert "try a smaller --warmup-lr" in capsys.readouterr().err
     assert not list(Path("data").glob("warmup-*"))
 
@@ -385,22 +389,22 @@ def test_a_grid_over_another_text_is_refused_before_anything_runs(here, capsys, 
 
 
 def test_a_failure_of_the_machine_ends_one_run_of_a_grid(here, capsys):
-    """As a lack of memory does, where a grid is over sizes. --tokens has a column of its own."""
+    """As a lack of memory does, where a grid is over sizes. --batch has a column of its own."""
     original = train.execute
 
     def execute(run, *rest):
-        if run.config.tokens == 2000:
+        if run.config.batch == 128:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GiB")
         return original(run, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "execute", execute)
-        assert run("--method", "muon", "--tokens", "2k,4k") == 0
+        assert run("--method", "muon", "--batch", "128,192") == 0
     out, err = capsys.readouterr()
     assert err.startswith("train.py: the device is out of memory; for train.py, lower ")
     done, failed = table_of_grid(out)
-    assert done[1:4] == ["3", f"{rows(done[4])[-1]['tokens']:,}", "4000"]
-    assert failed[:4] == ["failed", "-", "-", "2000"]
+    assert done[1:4] == ["3", f"{rows(done[4])[-1]['tokens']:,}", "192"]
+    assert failed[:4] == ["failed", "-", "-", "128"]
 
 
 def test_a_grid_without_a_run_says_no_commands(here, capsys):
@@ -465,7 +469,109 @@ def test_what_is_saved_as_config_is_what_is_run(here):
     assert value("warmup_steps", *muon, "--schedule", "cosine") == 0
     assert value("warmup_steps", *muon, "--warmup", "0.2") == 0
     assert value("warmup", *muon, "--warmup", "0.2") == 0.2
-    assert value("steps") == 10 and value("steps", "--tokens", "2m") == 15
+
+
+def test_steps_or_tokens_or_the_target_say_how_long_a_run_is():
+    """A default counts only where none of them is given; --steps comes before --tokens."""
+
+    def length(*line):
+        values = train.configure(["--model", "tiny", "--method", "muon", *line]).values
+        return values["steps"], values["tokens"]
+
+    target = ["--target-loss", "2"]
+    assert length() == (10, None)
+    assert length("--tokens", "2m") == length("--tokens", "2m", *target) == (15, 2_000_000)
+    assert length("--steps", "7", "--tokens", "2m") == length("--steps", "7") == (7, None)
+    assert length("--steps", "7", *target) == (7, None)
+    assert length(*target) == (None, None)
+    endless = train.configure(["--model", "tiny", "--method", "muon", *target])
+    assert 2**31 - endless.step_batches <= endless.batches < 2**31
+
+
+@pytest.mark.parametrize(
+    "line, tie",
+    [
+        (["--method", "gn"], "--schedule global cosine"),
+        (["--method", "gn", "--schedule", "constant", "--warmup", "0.2"], "--warmup 0.2"),
+        (["--method", "soap", "--schedule", "cosine", "--warmup", "0.1"], "--schedule cosine"),
+    ],
+)
+def test_a_target_alone_ends_no_run_whose_learning_rate_needs_a_length(here, capsys, line, tie):
+    assert train.main(["--model", "tiny", "--target-loss", "2", *line]) == 2
+    assert capsys.readouterr().err == (
+        "train.py: --target-loss needs --steps or --tokens beside it, as the learning rate "
+        f"depends on the length of the run ({tie})\n"
+    )
+
+
+def test_a_method_that_does_not_say_whether_it_depends_on_its_length_does():
+    """As one that a user has added."""
+    assert train.find_tie(object()) == "the method's Config has no depends_on_length"
+
+
+def test_the_warm_up_depends_on_the_network_and_the_inner_batch_only():
+    """By default it is 5% of 20 tokens per parameter, in whole inner batches (Section 5)."""
+
+    def warm_up(*line):
+        return train.configure(["--model", "tiny", *line]).values["warmup_tokens"]
+
+    for line in ([], ["--steps", "99"], ["--tokens", "9m"], ["--batch", "4096"]):
+        assert warm_up(*line) == warm_up(*line, "--method", "muon") == 132_096
+    assert warm_up("--inner-batch", "32") == 32 * 4096
+    assert warm_up("--d-ff", "512") > 132_096
+    assert warm_up("--warmup-tokens", "0") == 0
+
+
+def test_runs_of_other_lengths_batches_and_methods_start_from_the_same_weights(here, monkeypatch):
+    """Bit for bit, though each of them makes its warm-up anew here."""
+    starts, original = [], train.warm_up
+
+    def warm_up(session):
+        params, train_loss = original(session)
+        starts.append(jax.tree.map(np.array, params))
+        return params, train_loss
+
+    monkeypatch.setattr(train, "warm_up", warm_up)
+    muon = ["--method", "muon"]
+    lines = [muon, [*muon, "--steps", "1"], [*muon, "--batch", "64"], ["--method", "gn_prox"]]
+    for number, line in enumerate(lines):
+        for path in Path("data").glob("warmup-*"):
+            path.unlink()
+        assert run(*line, "--out", f"r{number}") == 0
+    assert len(starts) == len(lines)
+    for start in starts[1:]:
+        assert_same(start, starts[0])
+
+
+def test_flags_that_came_out_with_another_value_are_said(here, capsys):
+    line = ["--warmup-tokens", "130", "--tokens", "9k", "--vocab-size", "0", "--lr", "0.010"]
+    assert run("--method", "muon", "--out", "r", "--steps", "1", *line) == 0
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if ", as " in line] == [
+        "--tokens 9,000 has no effect, as --steps says how long the run is",
+        "--warmup-tokens 130 became 128, as a warm-up reads whole inner batches, of 64 tokens each",
+        "--vocab-size 0 became 256, as other flags decide",
+    ]
+
+
+def test_a_grid_over_lengths_is_one_run_that_grows(here, capsys, monkeypatch):
+    """The shortest comes first, so that each length has its row, as it would have alone."""
+    line = ["--method", "muon", "--eval-every", "3"]
+    assert run(*line, "--steps", "2", "--out", "short") == 0
+    calls, original = [], baselines.update
+    monkeypatch.setattr(baselines, "update", lambda *a: calls.append(int(a[0].t)) or original(*a))
+    assert run(*line, "--steps", "4,2", "--out", "g") == 0
+    assert calls == [0, 1, 2, 3]
+    (folder,) = Path("g").iterdir()
+    assert [row["step"] for row in rows(folder)] == [0, 2, 3, 4]
+    table = table_of_grid(capsys.readouterr().out)
+    assert sorted([row[1], row[3]] for row in table) == [["2", "2"], ["4", "4"]]
+    short = rows("short")[-1]
+    assert f"{short['val_loss']:.4f}" in [row[0] for row in table if row[1] == "2"]
+
+    assert run(*line, "--steps", "4,2", "--out", "g") == 0
+    assert table_of_grid(capsys.readouterr().out) == table
+    assert calls == [0, 1, 2, 3]
 
 
 def test_a_run_is_named_by_its_flags(here):
@@ -476,6 +582,13 @@ def test_a_run_is_named_by_its_flags(here):
 
     assert folder("--seed", "1", "--lr", "0.1") == folder("--lr", "0.10", "--seed=1")
     assert folder("--seed", "1") != folder("--seed", "1", "--clip", "2")
+    # A length is part of it only where the learning rate depends on it. Its tokens never are.
+    muon = ["--method", "muon"]
+    assert folder(*muon) == folder(*muon, "--steps", "99") == folder(*muon, "--tokens", "99m")
+    assert folder(*muon) != folder(*muon, "--target-loss", "2")
+    cosine = [*muon, "--schedule", "cosine"]
+    assert folder(*cosine, "--steps", "9") != folder(*cosine, "--steps", "8")
+    assert folder(*cosine, "--steps", "15") == folder(*cosine, "--tokens", "2m")
 
 
 def test_every_number_of_a_method_is_in_the_log(here, monkeypatch):
@@ -526,11 +639,14 @@ def test_the_paper_sizes():
         ]
     )
     assert (r.settings.inner_steps, r.config.batch, r.config.steps) == (122, 122 * 32 * 1024, 225)
-    assert r.warmup_batches == round(45_000_000 / 32768)
+    assert r.warmup_batches == round(r.parameters / 32768)  # 5% of 20 tokens per parameter
 
 
-@pytest.mark.parametrize("name, heads, inner_batch", [("45m", 8, 32), ("150m", 16, 128)])
-def test_the_papers_settings(name, heads, inner_batch):
+@pytest.mark.parametrize(
+    "name, heads, inner_batch, tokens",
+    [("45m", 8, 32, 900_000_000), ("150m", 16, 128, 3_000_000_000)],
+)
+def test_the_papers_settings(name, heads, inner_batch, tokens):
     """Section 5, Appendix E and H: what `--model 45m` and `--model 150m` mean for every method."""
 
     def configured(method):
@@ -542,8 +658,10 @@ def test_the_papers_settings(name, heads, inner_batch):
 
     run = configured("gn")
     has(run.network, n_heads=heads, n_kv_heads=heads, mlp="gelu", qk_norm=True, context=1024)
-    has(run.config, inner_batch=inner_batch, tokens=20 * run.parameters)
-    has(run.config, warmup_lr=0.002, warmup_fraction=0.05)
+    has(run.config, inner_batch=inner_batch, tokens=tokens, steps=round(tokens / run.config.batch))
+    has(run.config, warmup_lr=0.002)
+    warmup_tokens = 0.05 * 20 * run.parameters
+    assert abs(run.config.warmup_tokens - warmup_tokens) <= run.inner_tokens / 2
     assert train.DEFAULTS[name]["batch"] == 4_000_000
     has(run.settings, lr=0.01, schedule="constant+inner cosine", momentum=0.95, inner="muon")
     has(run.settings, weight_decay=0.001, clip=1.0, damping=0.0)
@@ -573,6 +691,7 @@ def test_the_commands_of_the_papers_experiments_are_valid(capsys):
     ]
     assert [len(members) for members in runs] == [1, 1, 5, 1, 27]
     assert runs[0][0].config.target_loss == 3.25 and runs[0][0].settings.line_search == 5
+    assert runs[0][0].config.steps is None  # until the target
     assert (
         runs[1][0].settings.inner_steps == 305 and runs[1][0].settings.line_search == 10
     )  # 40m / (128 x 1024)

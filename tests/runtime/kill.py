@@ -24,10 +24,11 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 NETWORK = "--model tiny --d-model 16 --d-ff 32 --n-layers 1 --n-heads 2 --n-kv-heads 2 --context 16"
-BATCHES = "--batch 2048 --inner-batch 4 --tokens 40k --steps 8 --data ./c4 --seed 1"
+BATCHES = "--batch 2048 --inner-batch 4 --warmup-tokens 2k --steps 8 --data ./c4 --seed 1"
 SAVES = "--eval-tokens 640 --eval-every 3 --save-every 0.0001"  # after nearly every inner step
 FLAGS = f"{NETWORK} {BATCHES} {SAVES}".split()
-SHORT = "--steps 1 --tokens 2k --batch 192"  # of a flag that is given twice, the last one counts
+# Of a flag that is given twice, the last one counts.
+SHORT = "--steps 1 --warmup-tokens 128 --batch 192"
 ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu"}
 
 

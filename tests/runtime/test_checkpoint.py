@@ -83,7 +83,7 @@ def forget_warm_ups():
 @pytest.mark.parametrize("n", [0, 3, 6])
 def test_a_warm_up_that_is_stopped_goes_on_bitwise(here, n):
     """SIGTERM at batch n of its 8: the next command begins with batch n + 1."""
-    flags = ["--method", "muon", "--tokens", "10k"]
+    flags = ["--method", "muon", "--warmup-tokens", "512"]
     assert run(*flags, "--out", "whole") == 0
     forget_warm_ups()
     with signal_at(n) as before:
@@ -100,7 +100,8 @@ def test_a_warm_up_that_is_stopped_goes_on_bitwise(here, n):
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_warm_up_is_saved_when_minutes_have_passed(here, capsys, damaged):
     """With --save-every almost nothing, a crash loses no step, unless what it left is damaged."""
-    flags, original = ["--method", "muon", "--tokens", "10k", "--save-every", "1e-9"], data.batch
+    flags = ["--method", "muon", "--warmup-tokens", "512", "--save-every", "1e-9"]
+    original = data.batch
     assert run(*flags, "--out", "whole") == 0
     forget_warm_ups()
 
@@ -560,24 +561,24 @@ def test_a_folder_that_is_removed_meanwhile_is_not_half_made_again(here, capsys,
 
 def test_a_run_and_a_warm_up_resume_when_the_code_has_changed(here, monkeypatch, capsys):
     """Both are found again, one line says so, and the end is the same."""
-    assert run("--method", "muon", "--tokens", "10k", "--out", "whole") == 0
+    assert run("--method", "muon", "--warmup-tokens", "512", "--out", "whole") == 0
     (warm_up,) = Path("data").glob("warmup-*.npz")
     warm_up.unlink()
     original = checkpoint.code
     with monkeypatch.context() as patch, signal_at(3):
         patch.setattr(checkpoint, "code", lambda: "0" * 64)
-        assert run("--method", "muon", "--tokens", "10k") == 143
+        assert run("--method", "muon", "--warmup-tokens", "512") == 143
     assert checkpoint.code is original
     capsys.readouterr()
     with signal_at(-1) as after:
-        assert run("--method", "muon", "--tokens", "10k") == 0
+        assert run("--method", "muon", "--warmup-tokens", "512") == 0
     (folder,) = Path("runs").iterdir()
     said = f"{folder} was begun with other code than the present one\n"
     assert after[0][-1] == 4 and capsys.readouterr().err == said
     assert_same_run(folder, "whole")
 
     # The warm-up was begun with the code of before: a run that takes it now says that.
-    assert run("--method", "muon", "--tokens", "10k", "--out", "r") == 0
+    assert run("--method", "muon", "--warmup-tokens", "512", "--out", "r") == 0
     said = f"{warm_up} was begun with other code than the present one\n"
     assert capsys.readouterr().err == said
     assert_same_run("r", "whole")
@@ -606,6 +607,142 @@ def test_a_flag_that_is_newer_than_a_run_counts_as_its_default(here, capsys):
     capsys.readouterr()
     assert run("--method", "muon", "--out", "r", "--clip", "2") == 2
     assert "r holds another run (clip 1.0 -> 2.0)" in capsys.readouterr().err
+
+
+def test_a_newer_flag_that_is_worked_out_from_others_does_not_lose_a_run_either(here):
+    """As --tokenizer is, which depends on --model; unless it is given."""
+    assert run("--method", "muon", "--out", "r") == 0
+    config = json.loads(Path("r/config.json").read_text())
+    assert config["config"].pop("tokenizer") == "bytes"
+    Path("r/config.json").write_text(json.dumps(config))
+    assert run("--method", "muon", "--out", "r") == 0
+    assert run("--method", "muon", "--out", "r", "--tokenizer", "bytes") == 2
+
+
+# ---- the length of a run ----
+
+MUON = ["--method", "muon"]
+FREE = {  # runs whose learning rate does not depend on their length
+    "muon": MUON,
+    "gn": ["--method", "gn", "--schedule", "constant+inner cosine"],
+    "prox": ["--method", "gn_prox", "--schedule", "constant"],
+    "cg": ["--method", "gn_cg"],
+}
+
+
+def saved_config(out):
+    """The flags that config.json of a run's folder has."""
+    return checkpoint.read_config(out)["config"]
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_a_run_that_is_lengthened_equals_one_in_one_go(here, capsys, name):
+    """Its old end has a row of its own: 2 is not among the steps of evaluation."""
+    line = [*FREE[name], "--eval-every", "3"]
+    assert run(*line, "--steps", "5", "--out", "whole") == 0
+    assert run(*line, "--steps", "2", "--out", "r") == 0
+    assert saved_config("r")["steps"] == 2
+    capsys.readouterr()
+    assert run(*line, "--steps", "5", "--out", "r") == 0
+    assert "r: finished at 2 steps by an earlier command; goes on to 5\n" in capsys.readouterr().out
+    assert_same(everything("r"), everything("whole"))
+    assert [row["step"] for row in rows("r")] == [0, 2, 3, 5]
+    assert without_time(row for row in rows("r") if row["step"] != 2) == without_time(rows("whole"))
+    assert saved_config("r") | {"out": "whole"} == saved_config("whole")
+
+
+def test_a_command_for_fewer_steps_than_a_run_has_changes_nothing(here, capsys):
+    """It shows the rows up to there; the longer command then finds all as it was."""
+    assert run(*MUON, "--steps", "2", "--out", "short") == 0
+    summary = re.search("validation loss .*", capsys.readouterr().out)[0]
+    assert run(*MUON, "--steps", "4", "--out", "r") == 0
+    before = {path.name: path.read_bytes() for path in Path("r").iterdir()}
+    capsys.readouterr()
+    assert run(*MUON, "--steps", "2", "--out", "r") == 0
+    out = capsys.readouterr().out
+    assert "r: has 4 steps already; these are its rows up to step 2\n" in out
+    assert summary in out and "after 2 outer steps" in summary
+    assert {path.name: path.read_bytes() for path in Path("r").iterdir()} == before
+    Path("r/log.jsonl").unlink()
+    assert run(*MUON, "--steps", "2", "--out", "r") == 1
+    assert "r/log.jsonl has lost its rows" in capsys.readouterr().err
+
+
+def test_a_run_that_was_stopped_beyond_the_steps_now_asked_keeps_its_inner_steps(here, capsys):
+    """Stopped inside its third step, asked for two; then for four, as at first."""
+    assert run(*MUON, "--steps", "4", "--eval-every", "3", "--out", "whole") == 0
+    line = [*MUON, "--eval-every", "3", "--out", "r"]
+    with signal_at(2 * 3 + 1):
+        assert run(*line, "--steps", "4") == 143
+    stopped = everything("r")
+    assert (stopped[".t"], stopped[".k"]) == (2, 2)
+    capsys.readouterr()
+    assert run(*line, "--steps", "2") == 0
+    assert "r: has 2 steps already" in capsys.readouterr().out
+    assert_same(everything("r"), stopped)
+    assert run(*line, "--steps", "4") == 0
+    assert_same_run("r", "whole")
+
+
+def test_a_run_that_diverged_later_than_the_steps_now_asked(here, capsys):
+    """Its rows up to there are good."""
+    assert run(*MUON, "--steps", "2", "--out", "r") == 0
+    log = rows("r")
+    diverged = {"step": 3, "val_loss": None, "diverged": "the loss is nan at outer step 3"}
+    checkpoint.write_log("r", [*log, diverged])
+    assert run(*MUON, "--steps", "3", "--out", "r") == 1
+    assert run(*MUON, "--steps", "2", "--out", "r") == 0
+    assert rows("r")[-1] == diverged
+    with pytest.raises(FloatingPointError):
+        checkpoint.check_log("r", [*log, diverged | {"step": "3"}], 2)
+
+
+def test_a_length_that_the_learning_rate_depends_on_is_part_of_the_run(here, capsys):
+    """The line says which flag makes it so; with --tokens for --steps, it is the same length."""
+    for flag, value in (("--schedule", "cosine"), ("--warmup", "0.5")):
+        out = flag[2:]
+        line = [*MUON, flag, value, "--out", out]
+        assert run(*line, "--steps", "2") == 0
+        assert f"as its learning rate would be another: {flag} {value}\n" in capsys.readouterr().out
+        assert run(*line, "--steps", "3") == 2
+        err = capsys.readouterr().err
+        reason = f"(steps 2 -> 3, on which the learning rate depends: {flag} {value})"
+        assert f"{out} holds another run {reason}; give another --out" in err
+    line = [word for word in SMALL if word not in ("--steps", "3")]
+    line += [*MUON, "--schedule", "cosine", "--data", "text.txt", "--out", "schedule"]
+    assert train.main([*line, "--tokens", "384"]) == 0
+
+
+def test_a_run_until_its_target_is_stopped_and_resumed(here, capsys):
+    """It has no number of steps; a command with one may go on from its end."""
+    assert run(*MUON, "--steps", "6", "--out", "whole") == 0
+    losses = [row["val_loss"] for row in rows("whole")]
+    target = losses[4] + 1e-6
+    assert min(losses[:4]) > target
+    line = [word for word in SMALL if word not in ("--steps", "3")]
+    line += [*MUON, "--data", "text.txt", "--out", "r", "--target-loss", str(target)]
+    with signal_at(2 * 3 + 1):
+        assert train.main(line) == 143
+    capsys.readouterr()
+    assert train.main(line) == 0
+    out = capsys.readouterr().out
+    assert f"outer steps of 192 tokens until the loss is {target}: 3 inner batches" in out
+    assert "each step will read 192 tokens, 0 of them for line search\n" in out
+    assert "r: resumes in outer step 3\n" in out
+    assert f"target loss {target} reached after 4 outer steps" in out
+    assert without_time(rows("r")) == without_time(rows("whole")[:5])
+    assert saved_config("r")["steps"] is saved_config("r")["tokens"] is None
+    assert train.main(line) == 0
+    assert "r: finished by an earlier command\n" in capsys.readouterr().out
+
+    low = [word if word != str(target) else "0.01" for word in line]
+    assert train.main([*low, "--steps", "2", "--out", "s"]) == 0
+    assert "target loss 0.01 not reached" in capsys.readouterr().out
+    with signal_at(4):
+        assert train.main([*low, "--out", "s"]) == 143
+    said = "s: finished at 2 steps by an earlier command; goes on until the loss is 0.01\n"
+    assert said in capsys.readouterr().out
+    assert saved_config("s")["steps"] is None
 
 
 def test_a_run_does_not_go_on_with_another_text(here, capsys):
