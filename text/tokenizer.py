@@ -45,6 +45,7 @@ class Tokenizer(NamedTuple):
 
     name: str  # different where the vocabulary is, and fit for the name of a folder
     flag: str  # the value of --tokenizer that makes it again, or fails if its file has changed
+    flag_here: str  # the same for a process of this machine, which then needs no network
     vocab_size: int  # ids, V
     end_of_text: int  # the id that follows each document
     encode: Callable  # str -> uint16 [n]
@@ -82,7 +83,7 @@ def bytes_tokenizer(vocab_size):
     def decode(ids):
         return np.asarray(ids, np.uint8).tobytes().decode(errors="replace")
 
-    return Tokenizer("bytes", "bytes", vocab_size, 0, encode, decode)
+    return Tokenizer("bytes", "bytes", "bytes", vocab_size, 0, encode, decode)
 
 
 def gpt2_tokenizer(vocab_size):
@@ -112,7 +113,7 @@ def cut(whole, vocab_size):
     def decode(ids):
         return vocabulary.decode(np.asarray(ids, int).tolist())
 
-    return Tokenizer("gpt2", "gpt2", vocab_size, end, encode, decode)
+    return Tokenizer("gpt2", "gpt2", "gpt2", vocab_size, end, encode, decode)
 
 
 @lru_cache(maxsize=1)
@@ -152,7 +153,7 @@ def file_tokenizer(source, expected, vocab_size):
     if expected and digest != expected:
         change = f"it has the digest {digest}, and {expected} is asked for"
         raise ValueError(f"tokenizer {source} is not the same file any more: {change}")
-    return read_tokenizer(source, content, vocab_size)
+    return read_tokenizer(source, path, content, vocab_size)
 
 
 def digest_of(content):
@@ -173,8 +174,8 @@ def library(source):
 
 
 @lru_cache(maxsize=8)  # it takes a while, and every run of a grid asks for the same one
-def read_tokenizer(source, content, vocab_size):
-    """The tokenizer that the bytes of a file describe.
+def read_tokenizer(source, path, content, vocab_size):
+    """The tokenizer that the bytes of a file describe. source: as the user says it; path: its path.
 
     The file names pieces that are no text, such as "</s>", and the package would find them in a
     text. So a text is encoded by a copy of the vocabulary in which these pieces are hidden.
@@ -205,8 +206,15 @@ def read_tokenizer(source, content, vocab_size):
         return whole.decode(np.asarray(ids, int).tolist(), skip_special_tokens=False)
 
     digest = digest_of(content)
-    name = f"{Path(source).stem[:20]}-{digest}"
-    return Tokenizer(name, f"{source}#{digest}", vocab_size, ids[end], encode, decode)
+    return Tokenizer(
+        name=f"{Path(source).stem[:20]}-{digest}",
+        flag=f"{source}#{digest}",
+        flag_here=f"{path}#{digest}",
+        vocab_size=vocab_size,
+        end_of_text=ids[end],
+        encode=encode,
+        decode=decode,
+    )
 
 
 def parse(source, content):

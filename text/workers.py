@@ -61,7 +61,7 @@ class Workers:
 
     def submit(self, texts):
         """A future of the ids of these texts. The pool starts a worker if none is idle."""
-        flag, vocab_size = self.tokenizer.flag, self.tokenizer.vocab_size
+        flag, vocab_size = self.tokenizer.flag_here, self.tokenizer.vocab_size
         if self.pool is None:
             spawn = multiprocessing.get_context("spawn")
             self.pool = ProcessPoolExecutor(self.processes, spawn, initializer=begin)
