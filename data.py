@@ -208,8 +208,10 @@ class Config:
     """What to prepare."""
 
     tokens: int = 2_000_000_000  # training tokens at least, as far as the corpus has them
-    tokenizer: str = "gpt2"  # bytes | gpt2
-    vocab_size: int = 0  # ids; default 256 for bytes, 32000 for gpt2
+    # bytes | gpt2 | t5 | the path of a .json file of the package tokenizers
+    tokenizer: str = "gpt2"
+    # ids; default 256 for bytes, 32000 for gpt2 and t5, as many as a .json file has
+    vocab_size: int = 0
 
     def check(self):
         """Raises ValueError if a field has a bad value."""

@@ -68,7 +68,9 @@ class Config:
     # c4 (streamed) | stdlib (Python's own source) | a file or folder of .txt .jsonl .json .parquet,
     # or the first three with .gz
     data: str = None
-    tokenizer: str = None  # bytes | gpt2 (cut to --vocab-size ids; 0 = 32000, Section 5)
+    # bytes | gpt2 (cut to --vocab-size ids; 0 = 32000, Section 5) | t5 (the paper's authors') | the
+    # path of a .json file of the package tokenizers
+    tokenizer: str = None
     # tokens in a batch, which an outer step reads; line search not included (Appendix H: 400k to
     # 120m)
     batch: int = None

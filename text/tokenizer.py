@@ -1,7 +1,7 @@
 """How text becomes token ids, and ids become text again.
 
 A vocabulary is a numbered list of V pieces of text. A tokenizer cuts a text into pieces of its
-vocabulary and writes each as its number, its id. There are two:
+vocabulary and writes each as its number, its id. These are the tokenizers:
 
 `bytes` has the 256 values of a byte. Any text in UTF-8 is a sequence of them, about one a letter.
 
@@ -10,11 +10,23 @@ into one piece, first the pair that comes first in a list of merges. OpenAI made
 merging the most frequent pair of a large text. So its beginning is a smaller vocabulary of the same
 kind, and V can be any number from 257 to 50,257. An English word is often one piece.
 
+`t5` is the tokenizer of the T5 models, which the paper's authors used. It has 32,000 pieces, each
+with a probability, and cuts a text into the most probable pieces. It forgets some of the text: any
+white space becomes one blank, and a character that it does not know becomes the id of "unknown".
+
+`FILE.json` is any vocabulary in the format of Hugging Face's package `tokenizers`. `t5` is such a
+file, too, and these two need that package.
+
 One id of V is no text: it follows each document and says that the document has ended.
 """
 
+import hashlib
+import json
+import os
+import re
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -22,29 +34,41 @@ import tiktoken
 
 END = "<|endoftext|>"  # tiktoken's name for the id that ends a document
 PIECE = 100_000  # characters encoded at a time: GPT-2's pattern fails on a million blanks
+T5 = ("google-t5/t5-base", "tokenizer.json")  # a repository on Hugging Face, and a file of it
+ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS]", "[SEP]")  # in other files
+MOST = 2**16  # ids that fit into the 16 bits of a token file
+DIGITS = 12  # of the digest of a file, which stand for its content
 
 
 class Tokenizer(NamedTuple):
     """A vocabulary, and the two functions between text and ids."""
 
-    name: str
+    name: str  # different where the vocabulary is, and fit for the name of a folder
+    flag: str  # the value of --tokenizer that makes it again, or fails if its file has changed
+    flag_here: str  # the same for a process of this machine, which then needs no network
     vocab_size: int  # ids, V
     end_of_text: int  # the id that follows each document
     encode: Callable  # str -> uint16 [n]
     decode: Callable  # ids [n] -> str
 
 
-def tokenizer(name, vocab_size=0):
-    """The tokenizer called `name`, bytes or gpt2, with `vocab_size` ids.
+def tokenizer(flag, vocab_size=0):
+    """The tokenizer of --tokenizer bytes | gpt2 | t5 | FILE.json, with `vocab_size` ids.
 
-    0 stands for the usual number: 256 for bytes, 32,000 for gpt2. Raises ValueError for another
-    name, for a number that the tokenizer cannot have, and where gpt2's vocabulary is out of reach.
+    0 stands for the usual number: 256 for bytes, 32,000 for gpt2, and for a file all ids that its
+    text can have, which are 32,000 for t5. A digest may follow a file, as in a.json#0123456789ab:
+    then the file must be the one with this digest. Raises ValueError for another name, for a number
+    that the tokenizer cannot have, for a file that is missing, damaged or another one, and where a
+    vocabulary or the package that reads it is out of reach.
     """
-    if name == "bytes":
+    if flag == "bytes":
         return bytes_tokenizer(vocab_size or 256)
-    if name == "gpt2":
+    if flag == "gpt2":
         return gpt2_tokenizer(vocab_size or 32_000)
-    raise ValueError(f"tokenizer is {name!r}; valid: bytes, gpt2")
+    source, expected = split_digest(flag)
+    if source == "t5" or source.endswith(".json"):
+        return file_tokenizer(source, expected, vocab_size)
+    raise ValueError(f"tokenizer is {flag!r}; valid: bytes, gpt2, t5, or the path of a .json file")
 
 
 @lru_cache(maxsize=1)
@@ -59,7 +83,7 @@ def bytes_tokenizer(vocab_size):
     def decode(ids):
         return np.asarray(ids, np.uint8).tobytes().decode(errors="replace")
 
-    return Tokenizer("bytes", vocab_size, end_of_text=0, encode=encode, decode=decode)
+    return Tokenizer("bytes", "bytes", "bytes", vocab_size, 0, encode, decode)
 
 
 def gpt2_tokenizer(vocab_size):
@@ -89,7 +113,7 @@ def cut(whole, vocab_size):
     def decode(ids):
         return vocabulary.decode(np.asarray(ids, int).tolist())
 
-    return Tokenizer("gpt2", vocab_size, end_of_text=end, encode=encode, decode=decode)
+    return Tokenizer("gpt2", "gpt2", "gpt2", vocab_size, end, encode, decode)
 
 
 @lru_cache(maxsize=1)
@@ -107,3 +131,192 @@ def gpt2():
     others = "train.py --model tiny and --tokenizer bytes need no network"
     what = f"tokenizer gpt2: its vocabulary cannot be fetched ({reason})"
     raise ValueError(f"{what}; {remedy}; {others}")
+
+
+# ---- files of the package `tokenizers` -----------------------------------------------------------
+
+
+def split_digest(flag):
+    """A file, and the digest that follows it after a "#", or "" if there is none."""
+    found = re.fullmatch(rf"(.*)#([0-9a-f]{{{DIGITS}}})", flag, re.DOTALL)
+    return found.groups() if found else (flag, "")
+
+
+def file_tokenizer(source, expected, vocab_size):
+    """The tokenizer of a file: source is t5 or a path, expected the digest that it must have."""
+    library(source)  # before anything is downloaded for it
+    path = t5_file() if source == "t5" else source
+    if not os.path.isfile(path):
+        raise ValueError(f"tokenizer {path}: there is no such file")
+    content = Path(path).read_bytes()
+    digest = digest_of(content)
+    if expected and digest != expected:
+        change = f"it has the digest {digest}, and {expected} is asked for"
+        raise ValueError(f"tokenizer {source} is not the same file any more: {change}")
+    return read_tokenizer(source, path, content, vocab_size)
+
+
+def digest_of(content):
+    """A text that stands for the content of a file."""
+    return hashlib.sha256(content).hexdigest()[:DIGITS]
+
+
+def library(source):
+    """The package `tokenizers`. Raises ValueError if it is not installed."""
+    # A token file is made by many processes, so each of them needs one thread.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        import tokenizers  # here, as only such a file needs it
+    except ImportError:
+        remedy = "pip install tokenizers"
+        raise ValueError(f"tokenizer {source} needs the package tokenizers: {remedy}") from None
+    return tokenizers
+
+
+@lru_cache(maxsize=8)  # it takes a while, and every run of a grid asks for the same one
+def read_tokenizer(source, path, content, vocab_size):
+    """The tokenizer that the bytes of a file describe. source: as the user says it; path: its path.
+
+    The file names pieces that are no text, such as "</s>", and the package would find them in a
+    text. So a text is encoded by a copy of the vocabulary in which these pieces are hidden.
+    """
+    whole = parse(source, content)
+    ids = whole.get_vocab()  # {piece: id}
+    end = find_end(source, ids)
+    hidden = {end}
+    for token in whole.get_added_tokens_decoder().values():
+        if token.special:
+            hidden.add(token.content)
+
+    spec = json.loads(content)
+    used = [ids[end], unknown_id(spec["model"], ids)]
+    used += [number for piece, number in ids.items() if piece not in hidden]
+    vocab_size = checked_size(source, vocab_size, least=max(used) + 1)
+    copy = json.dumps(hide(spec, hidden))
+    vocabulary = parse(source, copy.encode())
+
+    def encode(text):
+        ids = []
+        for piece in cut_at_blanks(text):
+            (found,) = vocabulary.encode_batch_fast([piece])
+            ids.append(np.array(found.ids, np.uint16))
+        return np.concatenate(ids)
+
+    def decode(ids):
+        return whole.decode(np.asarray(ids, int).tolist(), skip_special_tokens=False)
+
+    digest = digest_of(content)
+    return Tokenizer(
+        name=f"{Path(source).stem[:20]}-{digest}",
+        flag=f"{source}#{digest}",
+        flag_here=f"{path}#{digest}",
+        vocab_size=vocab_size,
+        end_of_text=ids[end],
+        encode=encode,
+        decode=decode,
+    )
+
+
+def parse(source, content):
+    """The package's own tokenizer of a file's bytes. Raises ValueError if they are not for it."""
+    try:
+        return library(source).Tokenizer.from_buffer(content)
+    except Exception as error:  # the package raises nothing more special
+        reason = str(error).partition("\n")[0][:100]
+        what = "it is no vocabulary that the package tokenizers can read"
+        raise ValueError(f"tokenizer {source}: {what} ({reason})") from None
+
+
+def find_end(source, pieces):
+    """The piece that ends a document: the first of ENDS that is there."""
+    for end in ENDS:
+        if end in pieces:
+            return end
+    raise ValueError(f"tokenizer {source}: it has no piece that ends a document: {', '.join(ENDS)}")
+
+
+def unknown_id(model, ids):
+    """The id of text that a model has no piece for; -1 if it has none."""
+    if model.get("unk_id") is not None:  # of T5's kind of model
+        return model["unk_id"]
+    return ids.get(model.get("unk_token"), -1)
+
+
+def checked_size(source, vocab_size, least):
+    """V, which is `least` if it is not given. Raises ValueError if it cannot be."""
+    if least > MOST:
+        raise ValueError(f"tokenizer {source} has {least} ids; valid are {MOST} at most")
+    if vocab_size and not least <= vocab_size <= MOST:
+        valid = f"tokenizer {source} has {least} ids, and up to {MOST} are valid"
+        raise ValueError(f"vocab_size is {vocab_size}; {valid}")
+    return vocab_size or least
+
+
+def hide(spec, hidden):
+    """A file's content in which no text has a hidden piece, and nothing is added to or cut off.
+
+    Ids stay as they are. Only the hidden pieces get other names, which occur in no text.
+    """
+    key = hashlib.sha256(json.dumps(spec).encode()).hexdigest()
+    names = {piece: f"{key}:{number}" for number, piece in enumerate(sorted(hidden))}
+
+    def renamed(piece):
+        return names.get(piece, piece)
+
+    added_tokens = []
+    for token in spec.get("added_tokens", []):
+        added_tokens.append(token | {"content": renamed(token["content"])})
+
+    model = dict(spec["model"])
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {renamed(piece): number for piece, number in vocab.items()}
+    else:
+        model["vocab"] = [[renamed(piece), score] for piece, score in vocab]
+    if "unk_token" in model:
+        model["unk_token"] = renamed(model["unk_token"])
+    if "dropout" in model:
+        model["dropout"] = None  # or a text would have other ids each time
+
+    switched_off = {"truncation": None, "padding": None, "post_processor": None}
+    return spec | switched_off | {"model": model, "added_tokens": added_tokens}
+
+
+def cut_at_blanks(text):
+    """The pieces of PIECE characters at most that a text consists of.
+
+    All but the first begin with a blank, unless there is none. The package takes 400 bytes of
+    memory for a character, so a text of any length must not be encoded in one piece.
+    """
+    pieces = []
+    start = 0
+    while len(text) - start > PIECE:
+        blank = text.rfind(" ", start + 1, start + PIECE)
+        stop = blank if blank > start else start + PIECE
+        pieces.append(text[start:stop])
+        start = stop
+    return [*pieces, text[start:]]
+
+
+def t5_file():
+    """The path of T5's vocabulary, which is downloaded once. Raises ValueError if it cannot be."""
+    import huggingface_hub  # here, as only t5 needs it
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return huggingface_hub.hf_hub_download(*T5, local_files_only=True)
+    except LocalEntryNotFoundError:
+        pass  # not downloaded yet
+    from text.documents import NoNetwork, find_network
+
+    try:
+        if huggingface_hub.constants.HF_HUB_OFFLINE:
+            raise NoNetwork("HF_HUB_OFFLINE is set")
+        find_network(huggingface_hub.constants.ENDPOINT)
+        return huggingface_hub.hf_hub_download(*T5)
+    except (OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0][:100]
+    what = f"tokenizer t5: its vocabulary cannot be fetched ({reason})"
+    cache = "without a network, set HF_HOME to a folder in which huggingface_hub has it"
+    others = f"or give {T5[1]} of {T5[0]} by --tokenizer FILE.json"
+    raise ValueError(f"{what}; {cache}, {others}")

@@ -61,12 +61,12 @@ class Workers:
 
     def submit(self, texts):
         """A future of the ids of these texts. The pool starts a worker if none is idle."""
-        name, vocab_size = self.tokenizer.name, self.tokenizer.vocab_size
+        flag, vocab_size = self.tokenizer.flag_here, self.tokenizer.vocab_size
         if self.pool is None:
             spawn = multiprocessing.get_context("spawn")
             self.pool = ProcessPoolExecutor(self.processes, spawn, initializer=begin)
         with starting_workers():
-            return self.pool.submit(encode_in_worker, name, vocab_size, texts)
+            return self.pool.submit(encode_in_worker, flag, vocab_size, texts)
 
 
 def finished(texts, future):
@@ -114,15 +114,15 @@ def end_with_parent():
     os._exit(1)
 
 
-def encode_in_worker(name, vocab_size, texts):
-    """The ids of each text, by the tokenizer of this name and size."""
-    tokenizer = tokenizer_of_worker(name, vocab_size)
+def encode_in_worker(flag, vocab_size, texts):
+    """The ids of each text, by the tokenizer of this flag and size."""
+    tokenizer = tokenizer_of_worker(flag, vocab_size)
     return [tokenizer.encode(text) for text in texts]
 
 
 @lru_cache(maxsize=1)
-def tokenizer_of_worker(name, vocab_size):
+def tokenizer_of_worker(flag, vocab_size):
     """The tokenizer, made once."""
     from text.tokenizer import tokenizer  # not above, as it imports NumPy
 
-    return tokenizer(name, vocab_size)
+    return tokenizer(flag, vocab_size)
