@@ -2,29 +2,34 @@
 
 Each figure is written as PNG and as SVG, if there are runs for it:
 
-    loss        validation loss against outer steps and against tokens (Figure 1)
-    methods     Gauss-Newton beside each of its two variants (Figure 3)
-    batch       final loss, and outer steps to a target loss, against batch (Figures 2 and 5)
-    schedules   learning rates (Appendix D)
-    step_sizes  the step sizes that the line search chose (Appendix D)
+    loss          validation loss against outer steps and against tokens
+    loss_to_3.25  the same of runs to the target loss 3.25 (Figure 1)
+    methods       Gauss-Newton beside each of its two variants (Figure 3)
+    batch         final loss, and outer steps to a target loss, against batch (Figures 2 and 6)
+    schedules     learning rates (Figure 4)
+    settings_gn   learning rates and losses of the settings of one method, side by side
+    step_sizes    the step sizes that the line search chose (Figure 5)
 
-Which runs are shown:
+The tables are printed, and written as tables.md: see tables.py. comparison.py reads the runs, and
+tells which of them can be compared and which setting is the best. Which runs are shown:
 
 - A folder of run folders, such as a grid's, stands for the runs in it.
-- What has no row yet, and what is no run, is left out, and a line says so.
+- A run that has no row yet or is damaged, and what is no run, is left out, and a line says so.
+- Runs with different networks, texts, tokenizers or evaluations have figures of their own, in a
+  folder for each task, such as figures/45m-c4-gpt2. Where all runs have one task, there is none.
+- Of runs without --target-loss, those of one number of tokens are shown: the number that most
+  methods have, of equals the largest. A line says so. The tables have the others, too.
+- Runs with --target-loss have figures of their own, one for each target. `--target LOSS` takes all
+  runs in their place, but for those that stopped before it.
 - Runs that differ only in their seed are a group. A curve is the mean over a group, and its band
   reaches from the smallest value to the largest. Steps that a run of the group lacks are left out.
 - A group with a run that diverged is never shown.
-- Of each method and batch, the group with the smallest mean final loss is shown. A group whose
-  runs are all unfinished is shown only if there is no other.
+- Of each method and batch, the best group is shown, but for `settings`, which shows all.
 - Where batch is not an axis, one batch is shown: the largest of those that most methods have.
   A method without runs at that batch is shown at its own largest batch, which its label names.
-
-All runs are read into one pandas table, whose columns `read_run` explains.
 """
 
 import itertools
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -40,9 +45,11 @@ from matplotlib.figure import Figure
 from scipy.optimize import isotonic_regression
 
 import baselines
+import comparison
 import gn
-from runtime import checkpoint, files, flags
-from runtime.command import blaming_input, command
+from runtime import files, flags
+from runtime.command import blaming_input, command, say
+from tables import format_count, format_number, tabulate
 from train import METHODS
 
 # The looks of the methods, in the order of METHODS. The colours are Okabe and Ito's, which people
@@ -62,162 +69,23 @@ rcParams["axes.spines.top"] = False
 rcParams["axes.spines.right"] = False
 rcParams["svg.hashsalt"] = "plot"  # equal runs give equal files
 
-MEASURED = ["step", "tokens", "val_loss", "alpha"]  # the columns of a log that figures show
 STATISTICS = ["mean", "min", "max"]  # of the runs of a group: a curve and its band
-NETWORK = ["model", "vocab_size", "context", "d_model", "d_ff", "n_layers", "n_heads", "n_kv_heads"]
-NETWORK += ["mlp", "qk_norm"]
-SAME = [*NETWORK, "tokenizer", "held_out", "eval_tokens"]  # or losses cannot be compared
+SCHEDULE = ["has_inner_loop", "schedule", "warmup", "warmup_steps", "inner_warmup", "inner_epochs"]
+MOST_SETTINGS = 14  # that one panel shows
+MOST_POINTS = 100_000  # of the curve of a schedule
+
+# Inches.
+LEFT = 0.61  # of the axes
+BELOW = 0.44
+ABOVE = 0.16
+AXES_WIDTH = 1.8
+AXES_HEIGHT = 2.0  # at least
+LABEL_ROOM = 0.99  # to the right of the axes, at least
+LETTER_WIDTH = 0.075
+LINE_HEIGHT = 0.145
 
 
-# ---- tables --------------------------------------------------------------------------------------
-
-
-def read_run(folder):
-    """The flags of a run, a dict, and its rows, a list of dicts: one for each evaluation.
-
-    A row holds what was measured there (see MEASURED; NaN for what was not) and every flag except
-    `tokens`, as a row's tokens are those read so far. These are added to the flags:
-
-    title           of the method
-    place           of the method in METHODS
-    inner_steps     inner batches in a batch
-    inner_tokens    tokens in an inner batch
-    outer_steps     outer steps of the whole run
-    has_inner_loop  whether the method takes an optimizer step on every inner batch
-    held_out        the hash of the text that evaluations read
-    group           a text that is equal for runs that differ only in their seed
-    run             a text that is equal for runs that do not differ
-
-    Flags that the method does not have are filled in, and `data` becomes the hash of the text.
-    """
-    run = {"schedule": None} | checkpoint.read_config(folder)["config"]
-    run["title"] = METHODS[run["method"]].title
-    run["place"] = list(METHODS).index(run["method"])
-    run["inner_tokens"] = run["inner_batch"] * run["context"]
-    run["inner_steps"] = max(1, round(run["batch"] / run["inner_tokens"]))
-    run["outer_steps"] = int(run["steps"])
-    run["has_inner_loop"] = "inner_warmup" in run
-    run["warmup"] = float(run.get("warmup", 0))
-    run["warmup_steps"] = int(run.get("warmup_steps", 0))
-    run["inner_warmup"] = float(run.get("inner_warmup", 0))
-    run["target_loss"] = float(run.get("target_loss") or 0)
-
-    # Neither the name of the text nor that of the folder matters, if the text is the same.
-    run["data"] = run.get("corpus", run["data"])
-    run["held_out"] = run["corpus"]["val"] if "corpus" in run else run["data"]
-    run["out"] = None
-    run["group"] = json.dumps(run | {"seed": None}, sort_keys=True)
-    run["run"] = json.dumps(run, sort_keys=True)
-
-    log = pd.DataFrame(checkpoint.read_log(folder), columns=MEASURED, dtype=float)
-    return run, [run | measured for measured in log.to_dict("records")]
-
-
-def is_run(path):
-    """Whether a path is the folder of a run, maybe one that is damaged or has only begun."""
-    named = any((path / name).exists() for name in ("config.json", "log.jsonl"))
-    return named or checkpoint.is_unborn(path)
-
-
-def find_runs(paths):
-    """The folders of runs. A folder that is none stands for the runs in it.
-
-    What else is no run is left out, and a line says so. Raises ValueError if a path does not exist.
-    """
-    folders, others = [], []
-    for path in map(Path, paths):
-        if not path.exists():
-            raise ValueError(f"{path} does not exist")
-        found = [path]
-        if path.is_dir() and not is_run(path):
-            found = sorted(path.iterdir())
-        found = [folder for folder in found if is_run(folder)]
-        folders += found
-        if not found:
-            others.append(path)
-    say_left_out(others, "is no run", "are no runs")
-    return folders
-
-
-def has_row(folder):
-    """Whether a run has been evaluated yet."""
-    log = folder / "log.jsonl"
-    return log.exists() and log.stat().st_size > 0
-
-
-def read_runs(paths):
-    """The table of all rows of all runs; of two equal runs, the later one counts.
-
-    A line says which runs have no row yet. Raises ValueError if a run cannot be read, or if two
-    cannot be compared.
-    """
-    folders = find_runs(paths)
-    rowless = [folder for folder in folders if not has_row(folder)]
-    say_left_out(rowless, "run has no row yet", "runs have no row yet")
-
-    runs = {}
-    rows = {}
-    for folder in folders:
-        if folder in rowless:
-            continue
-        try:
-            run, log = read_run(folder)
-        except files.UNREADABLE as error:
-            raise ValueError(f"{folder} is not a run that can be read: {error!r}") from None
-        runs[folder] = run
-        rows[run["run"]] = log
-    check_comparable(runs)
-    return pd.DataFrame(itertools.chain.from_iterable(rows.values()))
-
-
-def check_comparable(runs):
-    """Raises ValueError if the losses of {folder: flags} are not of one network and text."""
-    for folder, run in runs.items():
-        first_folder, first = next(iter(runs.items()))
-        differ = [name for name in SAME if run.get(name) != first.get(name)]
-        if differ:
-            pair = f"{folder} and {first_folder}"
-            raise ValueError(f"{pair} cannot be compared: they differ in {', '.join(differ)}")
-
-
-def say_left_out(paths, one, several):
-    """Says on standard error which paths are left out and why, if there are any."""
-    if paths:
-        why = one if len(paths) == 1 else several
-        print(f"{len(paths)} {why}: {', '.join(map(str, paths))}", file=sys.stderr)
-
-
-def drop_diverged(table):
-    """The rows of groups without a run that diverged; such a run has a row without a loss."""
-    finite = np.isfinite(table.val_loss)
-    return table[finite.groupby(table.group).transform("all")]
-
-
-def keep_best(table):
-    """The rows of the best group of each method and batch, in the order of METHODS and by batch.
-
-    Raises ValueError if no group is left.
-    """
-    if len(table):
-        table = drop_diverged(table)
-    if table.empty:
-        raise ValueError("none of these runs has a loss to show")
-
-    # One row for each group: whether a run of it is finished, and the mean final loss. Where one is
-    # finished, those that are not do not count.
-    last = table.groupby("run", sort=False).tail(1)
-    done = (last.step >= last.outer_steps) | (last.val_loss <= last.target_loss)
-    last = last.assign(done=done)
-    last = last[last.done | ~last.groupby("group").done.transform("any")]
-    groups = last.groupby("group", sort=False)
-    ranking = groups.agg({"method": "first", "batch": "first", "done": "any", "val_loss": "mean"})
-
-    # Finished groups first, then by loss; of each method and batch the first one is kept.
-    ranking = ranking.sort_values(["done", "val_loss"], ascending=[False, True], kind="stable")
-    best = ranking.drop_duplicates(["method", "batch"])
-
-    table = table[table.group.isin(best.index)]
-    return table.sort_values(["place", "batch"], kind="stable")
+# ---- rows of a table -----------------------------------------------------------------------------
 
 
 def keep_one_batch(table):
@@ -276,14 +144,22 @@ def draw_curve(ax, method, curve, **look):
         ax.fill_between(curve.index, curve["min"], curve["max"], **band)
 
 
-def draw_losses(ax, table, x):
-    """Validation loss against x, "step" or "tokens", for a table with one batch of each method."""
+def draw_losses(ax, table, x, target=None):
+    """Validation loss against x, "step" or "tokens", for a table with one batch of each method.
+
+    target: a loss, drawn as a dotted line; the labels then tell how many steps were taken to it.
+    """
+    steps = {}
+    if target is not None:
+        steps = find_steps_to_target(table, target).groupby("method").mean()
     table = keep_common_steps(table)
     batches_differ = table.batch.nunique() > 1
     for method, rows in table.groupby("method", sort=False):
         label = rows.title.iloc[0]
         if batches_differ:
             label += f",\nbatch {format_count(rows.batch.iloc[0])}"
+        if method in steps:
+            label += f",\n{format_number(steps[method])} steps"
         draw_curve(ax, method, rows.groupby(x).val_loss.agg(STATISTICS), label=label)
 
     xlabel = {"step": "outer steps", "tokens": "tokens read"}[x]
@@ -291,6 +167,34 @@ def draw_losses(ax, table, x):
     ends = table.groupby("method")[x].max()
     if ends.max() > 5 * ends.min() > 0:
         ax.set_xscale("log")  # step 0 is then not shown
+    if target is not None:
+        draw_target(ax, table[x], target)
+
+
+def draw_target(ax, x, target):
+    """A dotted line at the target loss, as far as the values x reach."""
+    ends = [x[x > 0].min(), x.max()] if ax.get_xscale() == "log" else [x.min(), x.max()]
+    ax.plot(ends, [target, target], ":", color="grey", label=f"target {target:g}")
+
+
+def draw_settings(ax, table, labels, target=None):
+    """Validation loss against outer steps for each group; labels: {group: label}, in order."""
+    table = keep_common_steps(table)
+    for group, look in zip(labels, make_looks(), strict=False):
+        rows = table[table.group == group]
+        curve = rows.groupby("step").val_loss.agg(STATISTICS)
+        draw_curve(ax, rows.method.iloc[0], curve, label=labels[group], **look)
+    ax.set(xlabel="outer steps", ylabel="validation loss (nats a token)")
+    if target is not None:
+        draw_target(ax, table.step, target)
+
+
+def make_looks():
+    """Any number of looks for curves of one method, each different."""
+    for turn in itertools.count():
+        for place, look in enumerate(CYCLE):
+            other = (place + turn) % len(LINES)
+            yield look | {"linestyle": LINES[other], "marker": MARKERS[other]}
 
 
 def draw_against_batch(ax, values):
@@ -333,27 +237,36 @@ def draw_steps_to_target(ax, table, target):
 
 
 def compute_schedule(run):
-    """The learning rate of every inner step as a share of its peak: a table like a curve's.
+    """The learning rate of every inner step as a share of its peak: a Series by outer step.
 
     run: a row of the table.
     """
     settings = SimpleNamespace(
         lr=1.0,  # so that rates are shares of their peak
         inner_steps=run.inner_steps,
-        outer_steps=run.outer_steps,
+        inner_epochs=run.inner_epochs,
+        outer_steps=max(1, run.outer_steps),
         schedule=run.schedule,
         warmup=run.warmup,
         warmup_steps=run.warmup_steps,
         inner_warmup=run.inner_warmup,
     )
-    inner_step = np.arange(run.outer_steps * run.inner_steps)
-    t, k = np.divmod(inner_step, run.inner_steps)
+    steps_of_loop = run.inner_steps * run.inner_epochs
+    inner_step = np.arange(settings.outer_steps * steps_of_loop)
+    if len(inner_step) > MOST_POINTS:
+        inner_step = inner_step[:: len(inner_step) // MOST_POINTS]
+    t, k = np.divmod(inner_step, steps_of_loop)
     if run.has_inner_loop:
         rate = gn.learning_rate(t, k, settings)
     else:
         rate = baselines.learning_rate(t, settings)
-    rate = pd.Series(np.asarray(rate), index=inner_step / run.inner_steps)
-    return pd.DataFrame(dict.fromkeys(STATISTICS, rate))
+    return pd.Series(np.asarray(rate), index=inner_step / steps_of_loop)
+
+
+def draw_rate(ax, method, rate, **look):
+    """Draws learning rates, a Series by outer step."""
+    curve = pd.DataFrame(dict.fromkeys(STATISTICS, rate))
+    draw_curve(ax, method, curve, **look | {"marker": ""})
 
 
 def draw_schedules(ax, runs):
@@ -361,13 +274,23 @@ def draw_schedules(ax, runs):
     for run in runs.itertuples():
         label = run.schedule.replace("+", "+\n")
         if run.warmup_steps:
-            label += f",\nwarmup {run.warmup_steps} steps"
+            label += f",\nwarmup {run.warmup_steps:.0f} steps"
         elif run.warmup:
             label += f",\nwarmup {run.warmup:g}"
         if run.inner_warmup:
             label += f",\ninner warmup {run.inner_warmup:g}"
-        draw_curve(ax, run.method, compute_schedule(run), label=label, marker="")
+        draw_rate(ax, run.method, compute_schedule(run), label=label)
     ax.set(xlabel="outer steps", ylabel="learning rate / its peak", ylim=(-0.05, 1.05))
+
+
+def draw_rates_of_settings(ax, runs, labels):
+    """The learning rate of each setting; runs: a row of each group; labels: as `draw_settings`."""
+    runs = runs.set_index("group", drop=False)
+    for (group, label), look in zip(labels.items(), make_looks(), strict=False):
+        run = runs.loc[group]
+        rate = run.lr * compute_schedule(run)
+        draw_rate(ax, run.method, rate, label=label, **look)
+    ax.set(xlabel="outer steps", ylabel="learning rate")
 
 
 def draw_step_sizes(ax, rows):
@@ -389,19 +312,6 @@ def draw_step_sizes(ax, rows):
 
 
 # ---- ticks and labels ----------------------------------------------------------------------------
-
-
-def format_count(number, position=None):
-    """A count as the flags take it, such as 400k, 1.2m or 3b; a number below one as a fraction.
-
-    position: unused; matplotlib gives it to whatever writes its ticks.
-    """
-    if 0 < number < 1:
-        return f"1/{1 / number:.3g}"
-    for size, suffix in ((1e9, "b"), (1e6, "m"), (1e3, "k")):
-        if number >= 0.9995 * size:  # or three digits would round it to "1e+03"
-            return f"{number / size:.3g}{suffix}"
-    return f"{number:.3g}"
 
 
 def set_ticks(ax):
@@ -467,56 +377,114 @@ def find_last_y(line):
     return line.get_ydata()[-1]
 
 
+def lay_out(figure):
+    """Makes a figure as large as its panels and their labels need, and puts the panels in place."""
+    lines = []
+    for ax in figure.axes:
+        labels = [line.get_label() for line in ax.lines]
+        lines.append("\n".join(labels).split("\n"))
+    height = max([AXES_HEIGHT] + [LINE_HEIGHT * len(words) for words in lines])
+    rooms = [max([LABEL_ROOM] + [LETTER_WIDTH * len(word) for word in words]) for words in lines]
+
+    width = sum(LEFT + AXES_WIDTH + room for room in rooms)
+    figure.set_size_inches(width, BELOW + height + ABOVE)
+    left = 0
+    for ax, room in zip(figure.axes, rooms, strict=True):
+        total_height = BELOW + height + ABOVE
+        place = ((left + LEFT) / width, BELOW / total_height)
+        ax.set_position((*place, AXES_WIDTH / width, height / total_height))
+        left += LEFT + AXES_WIDTH + room
+
+
 # ---- figures: each function returns a list of panels, from left to right -------------------------
 
 
-def plan_losses(shown):
+def plan_losses(shown, target):
     """Loss against outer steps, and against tokens."""
-    return [partial(draw_losses, table=shown, x=x) for x in ("step", "tokens")]
+    return [partial(draw_losses, table=shown, x=x, target=target) for x in ("step", "tokens")]
 
 
-def plan_methods(table, shown):
-    """Gauss-Newton beside its variants: against batch if one has several, else against steps."""
+def plan_methods(table, shown, target):
+    """Gauss-Newton beside its variants: against batch if one has several, else against steps.
+
+    With a target it is always against steps.
+    """
     panels = []
     for variant in ("layerwise_gn", "gn_prox"):
         pair = {"gn", variant}
         if not pair <= set(table.method):
             continue
         rows = table[table.method.isin(pair)]
-        if rows.group.nunique() > 2:
+        if target is None and rows.group.nunique() > 2:
             panels.append(partial(draw_final_losses, table=rows))
         else:
             rows = shown[shown.method.isin(pair)]
-            panels.append(partial(draw_losses, table=rows, x="step"))
+            panels.append(partial(draw_losses, table=rows, x="step", target=target))
     return panels
 
 
-def plan_batches(table, target):
-    """Final loss, and steps to the target loss, against batch; nothing where all have one batch.
+def plan_batches(at_tokens, to_targets):
+    """Final loss, and steps to each target, against batch; nothing where all have one batch.
 
-    Where no target is given and no run takes a step to one, there is no panel of steps.
+    at_tokens: the table of runs of one length, None if there is none; to_targets: {target: table}.
+    Where there is no target, it is the smallest loss that every method of at_tokens comes to.
     """
-    # Muon whose batch is an inner batch of Gauss-Newton is a bound, not a point (Section 5).
+    panels = []
+    if at_tokens is not None:
+        points, bounds = split_bounds(at_tokens)
+        if points.batch.nunique() > 1:
+            panels.append(partial(draw_final_losses, table=points, bounds=bounds))
+            to_targets = to_targets or {choose_target(points): points}
+    for target, table in to_targets.items():
+        takes_steps = len(find_steps_to_target(table, target)) > 0
+        if table.batch.nunique() > 1 and takes_steps:
+            panels.append(partial(draw_steps_to_target, table=table, target=target))
+    return panels
+
+
+def split_bounds(table):
+    """The rows of a table but for those of bounds, and those of bounds.
+
+    Muon whose batch is an inner batch of Gauss-Newton is a bound, not a point (Section 5).
+    """
     inner_batches = table.inner_tokens[table.has_inner_loop]
     is_bound = (table.method == "muon") & table.batch.isin(inner_batches)
-    bounds = table[is_bound]
-    table = table[~is_bound]
-    if table.batch.nunique() < 2:
-        return []
-    panels = [partial(draw_final_losses, table=table, bounds=bounds)]
-    chosen = choose_target(table) if target is None else target
-    if target is not None or len(find_steps_to_target(table, chosen)):
-        panels.append(partial(draw_steps_to_target, table=table, target=chosen))
-    return panels
+    return table[~is_bound], table[is_bound]
 
 
 def plan_schedules(shown):
     """The schedules of the methods with an inner loop, and those of the others."""
-    settings = ["has_inner_loop", "schedule", "warmup", "warmup_steps", "inner_warmup"]
-    runs = shown.dropna(subset="schedule").drop_duplicates(settings)
+    runs = shown.dropna(subset="schedule").drop_duplicates(SCHEDULE)
     with_inner_loop = runs[runs.has_inner_loop]
     others = runs[~runs.has_inner_loop]
     return [partial(draw_schedules, runs=side) for side in (with_inner_loop, others) if len(side)]
+
+
+def plan_settings(asked, groups):
+    """Learning rates, if they differ, and losses of the settings of one method.
+
+    asked: a Comparison; groups: those of the method, as `summarize_groups` tells them. They are
+    shown at the batch with the most of them, of equals the largest.
+    """
+    groups = groups[~groups.diverged]
+    if groups.empty:
+        return []
+    count = groups.groupby("batch").size()
+    groups = groups[groups.batch == count.index[count == count.max()].max()]
+    if len(groups) < 2:
+        return []
+    if len(groups) > MOST_SETTINGS:
+        title = groups.title.iloc[0]
+        say(f"the best {MOST_SETTINGS} of {len(groups)} settings of {title} are drawn")
+        groups = groups.head(MOST_SETTINGS)
+
+    rows = comparison.keep_groups(asked, groups)
+    labels = comparison.label_groups(groups).str.replace(", ", ",\n").to_dict()
+    panels = [partial(draw_settings, table=rows, labels=labels, target=asked.target)]
+    runs = rows.drop_duplicates("group")
+    if runs.schedule.notna().all() and len(runs.drop_duplicates([*SCHEDULE, "lr"])) > 1:
+        panels.insert(0, partial(draw_rates_of_settings, runs=runs, labels=labels))
+    return panels
 
 
 def plan_step_sizes(shown):
@@ -528,34 +496,49 @@ def plan_step_sizes(shown):
     return panels
 
 
+def plan_comparison(asked, best):
+    """{name: panels} of a Comparison, whose best rows are not empty; a target is in the name."""
+    shown = keep_one_batch(best)
+    plans = {
+        "loss": plan_losses(shown, asked.target),
+        "methods": plan_methods(best, shown, asked.target),
+        "step_sizes": plan_step_sizes(shown),
+    }
+    for method, groups in comparison.summarize_groups(asked).groupby("method"):
+        plans[f"settings_{method}"] = plan_settings(asked, groups)
+    ending = "" if asked.target is None else f"_to_{asked.target:g}"
+    return {f"{name}{ending}": panels for name, panels in plans.items()}
+
+
 def draw_figure(panels):
     """A Figure of panels side by side."""
-    width = 1 / len(panels)
-    figure = Figure((3.4 * len(panels), 2.6), dpi=200)
-    for i, draw_panel in enumerate(panels):
-        left = (i + 0.18) * width
-        ax = figure.add_axes((left, 0.17, 0.53 * width, 0.77))  # the right quarter is for labels
+    figure = Figure(dpi=200)
+    for number, draw_panel in enumerate(panels):
+        ax = figure.add_axes((0, 0, 1, 1), label=str(number))
         draw_panel(ax)
+    lay_out(figure)
+    for ax in figure.axes:
         set_ticks(ax)
         label_curves(ax)
     return figure
 
 
-def draw(table, target=None):
-    """{name: Figure} of a table from keep_best.
+def draw(at_tokens, to_targets):
+    """{name: Figure} of the runs of one task.
 
-    target: a loss; by default the smallest that every method comes to. Raises ValueError if no
-    run comes to it.
+    at_tokens: a Comparison at fixed tokens, or None; to_targets: a list of Comparisons to a target.
     """
-    shown = keep_one_batch(table)
-    figures = {
-        "loss": plan_losses(shown),
-        "methods": plan_methods(table, shown),
-        "batch": plan_batches(table, target),
-        "schedules": plan_schedules(shown),
-        "step_sizes": plan_step_sizes(shown),
-    }
-    return {name: draw_figure(panels) for name, panels in figures.items() if panels}
+    plans = {}
+    best = {}
+    for asked in [*([at_tokens] if at_tokens else []), *to_targets]:
+        rows = comparison.keep_best(asked)
+        if len(rows):
+            best[asked.target] = rows
+            plans |= plan_comparison(asked, rows)
+    if best:
+        plans["schedules"] = plan_schedules(pd.concat(map(keep_one_batch, best.values())))
+    plans["batch"] = plan_batches(best.pop(None, None), best)
+    return {name: draw_figure(panels) for name, panels in plans.items() if panels}
 
 
 # ---- the command line ----------------------------------------------------------------------------
@@ -568,17 +551,50 @@ def parse(argv):
     """The command line: runs, out and target. Raises ValueError for what is not valid."""
     usage = "plot.py RUN ... [--out FOLDER] [--target LOSS]"
     parser = flags.Parser(usage=usage, description=ABOUT)
-    out_help = "folder of the pictures [default figures]"
-    target_help = "a loss [default: the smallest that every method reaches]"
+    out_help = "folder of the figures and tables [default figures]"
+    target_help = "a loss to count the steps to, also of runs without --target-loss"
     parser.add_argument("runs", nargs="+", help="folders of runs")
     parser.add_argument("--out", type=Path, default="figures", help=out_help)
     parser.add_argument("--target", type=float, help=target_help)
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.target is not None:
+        flags.check_range(options, ["target"], above=0)
+    return options
 
 
-def save(figures, folder):
-    """Writes each figure as PNG and as SVG, and prints the paths."""
+def describe_choice(table, at_tokens, chosen, target):
+    """Says on standard error which runs of a task the figures do not show, and why."""
+    if len(at_tokens) > 1:
+        others = [format_count(asked.tokens) for asked in at_tokens if asked is not chosen]
+        reason = f"figures show the runs of {format_count(chosen.tokens)} tokens"
+        say(f"{reason}; those of {', '.join(others)} are in the tables only")
+    runs = table.drop_duplicates("run")
+    if target is not None:
+        stopped = runs.folder[runs.target_loss > target]
+        why = f"stopped at a target of its own before loss {target:g}"
+        comparison.say_left_out(stopped, f"run {why}", f"runs {why}")
+    diverged = table.folder[~np.isfinite(table.val_loss)].unique()
+    why = "diverged; only the tables have"
+    comparison.say_left_out(diverged, f"run {why} it", f"runs {why} them")
+
+
+def draw_task(name, table, target, folder):
+    """Draws the runs of a task, and prints its tables and the paths of what it writes."""
+    at_tokens = comparison.compare_at_tokens(table)
+    to_targets = comparison.compare_to_targets(table, target)
+    chosen = comparison.choose_tokens(at_tokens)
+    describe_choice(table, at_tokens, chosen, target)
+    tables = f"# {name}\n\n{tabulate([*to_targets, *at_tokens])}"
+    print(tables)
+    save(draw(chosen, to_targets), tables, folder)
+
+
+def save(figures, tables, folder):
+    """Writes the tables, and each figure as PNG and as SVG, and prints the paths."""
     folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "tables.md"
+    files.write_file(path, lambda file: file.write(tables.encode()))
+    print(path)
     for name, figure in figures.items():
         for kind in ("png", "svg"):
             path = folder / f"{name}.{kind}"
@@ -594,9 +610,17 @@ def main(words):
         options = parse(words)
         files.check_writable(options.out)  # now, not when all is drawn
         jax.config.update("jax_platforms", "cpu")  # a run may have the others
-        table = keep_best(read_runs(options.runs))
-        figures = draw(table, options.target)
-    save(figures, options.out)
+        table = comparison.read_runs(options.runs)
+    if table.empty:
+        say("plot.py: there is nothing to draw yet")
+        return
+    tasks = comparison.split_tasks(table)
+    if len(tasks) > 1:
+        differ = ", ".join(comparison.find_differences(table))
+        say(f"{len(tasks)} kinds of runs, which differ in {differ}, have a folder each")
+    for name, rows in tasks.items():
+        folder = options.out / name if len(tasks) > 1 else options.out
+        draw_task(name, rows, options.target, folder)
 
 
 if __name__ == "__main__":

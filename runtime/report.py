@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from operator import itemgetter
 from pathlib import Path
 
 import jax
@@ -193,7 +194,7 @@ def next_commands(folder, runs):
 
 
 def grid(runs, results):
-    """Prints the runs of a grid, the smallest last validation loss first.
+    """Prints the runs of a grid, the best first: see `rank`.
 
     results: of each run, the rows of its log, or a word that says why it has none. The flags that
     the grid varies have a column.
@@ -204,27 +205,40 @@ def grid(runs, results):
     lines = []
     for run, result in zip(runs, results, strict=True):
         if isinstance(result, str):
-            order = float("inf")
             line = {"val_loss": result, "step": "-", READ: "-"}
         else:
             last = result[-1]
-            order = last["val_loss"]
-            line = {"val_loss": f"{order:.4f}", "step": str(last["step"])}
+            line = {"val_loss": f"{last['val_loss']:.4f}", "step": str(last["step"])}
             line[READ] = f"{last['tokens']:,}"
         line |= {name: str(run.given[name]) for name in varied}
         line["folder"] = run.config.out
-        lines.append((order, line))
-    lines.sort(key=lambda line: line[0])
-    order_of_best, _ = lines[0]
+        lines.append((rank(run, result), line))
+    lines.sort(key=itemgetter(0))
     lines = [line for _, line in lines]
 
     print()
     names = {name: name for name in lines[0]}
     print_table([names, *lines])
     print()
-    if order_of_best < float("inf"):
+    if not all(isinstance(result, str) for result in results):
         best = lines[0]["folder"]
         next_commands(best, f"{Path(best).parent}/*")
+
+
+def rank(run, result):
+    """Where a run stands in the table of its grid; a smaller tuple comes first.
+
+    First come the runs that have come to their target loss, those with the fewest steps before the
+    others, of equals those that have read the fewest tokens. Then come runs with a loss, the
+    smallest first, and last those without.
+    """
+    if isinstance(result, str):
+        return (2,)
+    last = result[-1]
+    target = run.config.target_loss
+    if target and last["val_loss"] <= target:
+        return (0, last["step"], last["tokens"], last["val_loss"])
+    return (1, last["val_loss"])
 
 
 def print_table(lines):

@@ -1,0 +1,479 @@
+"""Reads run folders into one table, and finds which runs can be compared and which setting is best.
+
+    task        what a loss is measured on: the network, the held-out text, the tokenizer, and how
+                many held-out tokens are read. Losses of different tasks are never compared.
+    comparison  runs of one task that answer one question. There are two kinds of question: which
+                loss does a method come to after so many tokens? How many steps does it take to a
+                target loss?
+    group       runs that differ only in their seed: one setting of a method.
+
+A run with --target-loss answers the second kind of question, any other run the first. The tokens
+of a run are those of its outer steps as planned, `steps` times `batch`, without the warm-up and the
+line search. Where `steps` follows from --tokens, they are --tokens: a run of 25 batches of 120m
+and one of 75 batches of 40m both have 3b, although batches are rounded.
+
+The best setting of a method and batch is found within one comparison. With a target loss, it is the
+group that takes the fewest steps to it, a mean over seeds; of equals the one that reads the fewest
+tokens, then the one with the smallest last loss. Without a target it is the group with the smallest
+mean final loss. These come after all others, the last first:
+
+- groups with a run that diverged;
+- groups whose runs are all unfinished (of other groups, unfinished runs do not count);
+- groups with a run that does not come to the target.
+
+Runs to a target compete whatever their planned length is: where the learning rate depends on the
+length, it is a setting like others.
+"""
+
+import itertools
+import json
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+import baselines
+import gn
+from runtime import checkpoint, files
+from train import METHODS, fields_of_all
+
+MEASURED = ["step", "tokens", "val_loss", "alpha"]  # the columns of a log that are read
+NETWORK = ["model", "vocab_size", "context", "d_model", "d_ff", "n_layers", "n_heads", "n_kv_heads"]
+NETWORK += ["mlp", "qk_norm"]
+TASK = [*NETWORK, "tokenizer", "held_out", "eval_tokens"]  # or losses cannot be compared
+# Flags that are no part of a setting. The text of a run is there as its hash, "data".
+UNCOUNTED = ["out", "tokens", "eval_every", "save_every", "warmup_fraction", "corpus"]
+SCHEDULES = {*gn.SCHEDULES, *baselines.SCHEDULES}
+
+
+# ---- from folders to a table ---------------------------------------------------------------------
+
+
+def read_runs(paths):
+    """The table of all runs: a row for each evaluation of each run, whose columns `read_run` tells.
+
+    Says on standard error which folders are left out and why. Of two equal runs, the later counts.
+    Raises ValueError if a path does not exist, or if there is no run at all.
+    """
+    rowless = []
+    unreadable = []
+    repeated = []
+    logs = {}  # the rows of each run
+    for folder in find_runs(paths):
+        if not has_row(folder):
+            rowless.append(folder)
+            continue
+        try:
+            rows = read_run(folder)
+        except files.UNREADABLE as error:
+            unreadable.append(f"{folder} ({describe(error)})")
+            continue
+        run = rows[0]["run"]
+        if run in logs:
+            repeated.append(logs[run][0]["folder"])
+        logs[run] = rows
+
+    say_left_out(rowless, "run has no row yet", "runs have no row yet")
+    say_left_out(unreadable, "run cannot be read", "runs cannot be read")
+    say_left_out(repeated, "run is there again, later", "runs are there again, later")
+    return pd.DataFrame(itertools.chain.from_iterable(logs.values()))
+
+
+def find_runs(paths):
+    """The folders of runs. A folder that is none stands for the runs in it.
+
+    What else is no run is left out, and a line says so. Raises ValueError if a path does not exist,
+    or if nothing is a run.
+    """
+    folders = []
+    others = []
+    for path in map(Path, paths):
+        if not path.exists():
+            raise ValueError(f"{path} does not exist")
+        found = [path]
+        if path.is_dir() and not is_run(path):
+            found = sorted(path.iterdir())
+        found = [folder for folder in found if is_run(folder)]
+        folders += found
+        if not found:
+            others.append(path)
+    if not folders:
+        raise ValueError(f"there is no run in {', '.join(map(str, others))}")
+    say_left_out(others, "is no run", "are no runs")
+    return folders
+
+
+def is_run(path):
+    """Whether a path is the folder of a run, maybe one that is damaged or has only begun."""
+    named = any((path / name).exists() for name in ("config.json", "log.jsonl"))
+    return named or checkpoint.is_unborn(path)
+
+
+def has_row(folder):
+    """Whether a run has been evaluated yet."""
+    log = folder / "log.jsonl"
+    return log.exists() and log.stat().st_size > 0
+
+
+def describe(error):
+    """An error in words, with its type where the words alone say little."""
+    if type(error) in (ValueError, OSError):
+        return str(error)
+    return repr(error)
+
+
+def say_left_out(names, one, several):
+    """Says on standard error what is left out and why, if there is anything; at most ten names."""
+    names = [*map(str, names)]
+    if not names:
+        return
+    why = one if len(names) == 1 else several
+    named = ", ".join(names[:10])
+    if len(names) > 10:
+        named += f" and {len(names) - 10} more"
+    print(f"{len(names)} {why}: {named}", file=sys.stderr)
+
+
+# ---- one run -------------------------------------------------------------------------------------
+
+
+def read_run(folder):
+    """The rows of a run, a list of dicts: one for each evaluation.
+
+    A row holds what was measured there (see MEASURED; NaN for what was not) and every flag except
+    `tokens`, as a row's tokens are those read so far. These are added to the flags:
+
+    title           of the method
+    place           of the method in METHODS
+    inner_steps     inner batches in a batch
+    inner_tokens    tokens in an inner batch
+    inner_epochs    how often an outer step reads its batch
+    outer_steps     outer steps of the whole run; of a run until its target those done so far
+    has_inner_loop  whether the method takes an optimizer step on every inner batch
+    length          tokens of the run, as planned; NaN for a run until its target
+    text            the name of the text
+    held_out        the hash of the text that evaluations read
+    setting         the flags that make a setting, a dict
+    task            a text that is equal for runs whose losses can be compared
+    group           a text that is equal for runs that differ only in their seed
+    run             a text that is equal for runs that do not differ
+    folder          of the run
+
+    Flags that the run's config.json lacks are filled in, as it may be older than they are. Raises
+    one of files.UNREADABLE if the run is damaged.
+    """
+    log = pd.DataFrame(checkpoint.read_log(folder), columns=MEASURED, dtype=float)
+    if not log.step.ge(0).all():
+        raise ValueError("a row has no step")
+    run = fill_in(checkpoint.read_config(folder)["config"])
+    run |= work_out(run, steps_done=int(log.step.max()))
+    run["folder"] = str(folder)
+    del run["tokens"]
+    return [run | measured for measured in log.to_dict("records")]
+
+
+def fill_in(config):
+    """The flags of a run, with the defaults of those that its config.json lacks.
+
+    Raises ValueError if a number that is needed makes no sense.
+    """
+    method = config["method"]
+    if method not in METHODS:
+        raise ValueError(f"there is no method {method!r}")
+    defaults = {name: flag.default for name, flag in fields_of_all(method).items()}
+    run = {"schedule": None} | defaults | config
+    for name in ("batch", "inner_batch", "context"):
+        run[name] = check_count(name, run[name])
+    if run["steps"] is not None:
+        run["steps"] = check_count("steps", run["steps"])
+    for name in ("lr", "warmup", "inner_warmup", "warmup_steps", "target_loss"):
+        run[name] = check_number(name, run.get(name) or 0)
+    run["seed"] = int(run["seed"])
+    if run["schedule"] not in SCHEDULES:
+        run["schedule"] = None  # of a method of one's own
+
+    # The warm-up used to be a fraction of the tokens.
+    if "warmup_fraction" in config:
+        run["warmup_tokens"] = round(config["warmup_fraction"] * config["tokens"])
+    return run
+
+
+def check_count(name, value):
+    """The value as a whole number. Raises ValueError if it is none or is out of all bounds."""
+    count = int(value)
+    if not 0 < count == value < 2**53:
+        raise ValueError(f"{name} is {value!r}")
+    return count
+
+
+def check_number(name, value):
+    """The value as a float. Raises ValueError if it is negative or not finite."""
+    number = float(value)
+    if not 0 <= number < float("inf"):
+        raise ValueError(f"{name} is {value!r}")
+    return number
+
+
+def work_out(run, steps_done):
+    """What follows from the flags of a run: see `read_run`."""
+    inner_tokens = run["inner_batch"] * run["context"]
+    corpus = run.get("corpus", run["data"])
+    worked_out = {
+        "title": METHODS[run["method"]].title,
+        "place": list(METHODS).index(run["method"]),
+        "inner_tokens": inner_tokens,
+        "inner_steps": max(1, round(run["batch"] / inner_tokens)),
+        "inner_epochs": check_count("inner_epochs", run.get("inner_epochs", 1)),
+        "outer_steps": run["steps"] or steps_done,
+        "has_inner_loop": "inner" in run,
+        "length": find_length(run),
+        "text": Path(run["data"]).name,
+        "held_out": corpus["val"] if isinstance(corpus, dict) else corpus,
+    }
+
+    task = [(run | worked_out).get(name) for name in TASK]
+    # Neither the name of the text nor that of the folder matters, if the text is the same.
+    setting = {name: value for name, value in run.items() if name not in UNCOUNTED}
+    setting["data"] = files.digest(corpus)[:6]
+    worked_out["setting"] = setting
+    worked_out["task"] = files.digest(task)
+    worked_out["group"] = files.digest(sorted((setting | {"seed": None}).items()))
+    worked_out["run"] = files.digest(sorted(setting.items()))
+    return worked_out
+
+
+def find_length(run):
+    """The tokens of a run's outer steps, as planned; NaN if it runs until its target."""
+    steps, batch, tokens = run["steps"], run["batch"], run["tokens"]
+    if steps is None:
+        return float("nan")
+    if tokens and steps == max(1, round(tokens / batch)):
+        return float(tokens)  # the steps follow from them
+    return float(steps * batch)
+
+
+# ---- comparisons ---------------------------------------------------------------------------------
+
+
+class Comparison(NamedTuple):
+    """Runs of one task that answer one question."""
+
+    table: pd.DataFrame  # all their rows
+    tokens: float = None  # they read so many tokens; None: they run to the target
+    target: float = None  # a loss; None: they read so many tokens
+
+
+def split_tasks(table):
+    """{name: rows} of the tasks in a table. A name is made of the model, the text, the tokenizer.
+
+    Where that does not tell two tasks apart, the later ones get a number.
+    """
+    tasks = {}
+    for _, rows in table.groupby("task", sort=False):
+        first = rows.iloc[0]
+        name = f"{first.model}-{first.text}-{Path(str(first.tokenizer)).stem}"
+        name = re.sub(r"[^\w.-]", "_", name)
+        taken = [other for other in tasks if other == name or other.startswith(f"{name}-")]
+        if taken:
+            name += f"-{len(taken) + 1}"
+        tasks[name] = rows
+    return tasks
+
+
+def find_differences(table):
+    """The flags in which the tasks of a table differ."""
+    flags = table.drop_duplicates("task")[TASK].astype(str)
+    return [name for name in TASK if flags[name].nunique() > 1]
+
+
+def compare_at_tokens(table):
+    """The Comparisons of runs without a target loss, the shortest first."""
+    rows = table[table.target_loss == 0]
+    return [Comparison(found, tokens=length) for length, found in rows.groupby("length")]
+
+
+def compare_to_targets(table, target=None):
+    """The Comparisons of runs to a target loss, the largest loss first.
+
+    If a target is given, there is one Comparison, of all runs that do not stop before it.
+    """
+    if target is not None:
+        rows = table[(table.target_loss == 0) | (table.target_loss <= target)]
+        return [Comparison(rows, target=target)] if len(rows) else []
+    rows = table[table.target_loss > 0]
+    found = [Comparison(rows, target=target) for target, rows in rows.groupby("target_loss")]
+    return found[::-1]
+
+
+def choose_tokens(comparisons):
+    """Of Comparisons at fixed tokens, the one that most methods have; of equals the longest.
+
+    Methods whose runs have all diverged do not count. None if there is nothing to choose from.
+    """
+
+    def rank(comparison):
+        best = keep_best(comparison)
+        methods = 0 if best.empty else best.method.nunique()
+        return methods, comparison.tokens
+
+    return max(comparisons, key=rank, default=None)
+
+
+# ---- the best setting ----------------------------------------------------------------------------
+
+
+def summarize_runs(comparison):
+    """A table with a row for each run, whose columns are those of the run's last row and
+
+    diverged          whether a loss was no number
+    loss              the last loss
+    steps_to_target   the step of the first evaluation with a loss at or below the target; NaN if
+                      there is none, or if the run diverged
+    tokens_to_target  tokens read by then; NaN like steps_to_target
+    finished          whether nothing more is to come: the run is at its end or target, or diverged
+    """
+    table = comparison.table
+    target = -np.inf if comparison.target is None else comparison.target
+    finite = np.isfinite(table.val_loss).groupby(table.run).all()
+    reached = table[table.val_loss <= target].groupby("run").first()
+
+    runs = table.groupby("run", sort=False).tail(1).set_index("run")
+    runs["diverged"] = ~finite
+    runs["loss"] = runs.val_loss
+    runs["steps_to_target"] = reached.step.reindex(runs.index).mask(runs.diverged)
+    runs["tokens_to_target"] = reached.tokens.reindex(runs.index).mask(runs.diverged)
+    at_end = runs.step.ge(runs.outer_steps) & runs.length.notna()
+    runs["finished"] = at_end | runs.steps_to_target.notna() | runs.diverged
+    return runs
+
+
+def summarize_groups(comparison):
+    """A table with a row for each group, the best first.
+
+    Its columns are method, title, place, batch, setting, and these:
+
+    label                    see `label_groups`
+    diverged, reached        whether a run diverged; whether all come to the target
+    finished                 whether runs are finished; if so, only finished runs of it count
+    loss, lowest, highest    final loss: the mean over runs, and the extremes
+    step                     the last step, of the run that has come furthest
+    tokens                   read by the last step, the mean over runs
+    steps_to_target, tokens_to_target
+                             means over runs of what `summarize_runs` tells; NaN if a run lacks it
+    runs, steps_of_runs      lists with an element for each run, by seed: run, and steps_to_target
+    """
+    runs = summarize_runs(comparison).reset_index()
+    has_finished = runs.groupby("group").finished.transform("any")
+    runs = runs[runs.finished | ~has_finished].sort_values("seed", kind="stable")
+    groups = runs.groupby("group", sort=False).agg(
+        method=("method", "first"),
+        title=("title", "first"),
+        place=("place", "first"),
+        batch=("batch", "first"),
+        setting=("setting", "first"),
+        diverged=("diverged", "any"),
+        finished=("finished", "any"),
+        loss=("loss", "mean"),
+        lowest=("loss", "min"),
+        highest=("loss", "max"),
+        step=("step", "max"),
+        tokens=("tokens", "mean"),
+        steps_to_target=("steps_to_target", mean_of_all),
+        tokens_to_target=("tokens_to_target", mean_of_all),
+        runs=("run", list),
+        steps_of_runs=("steps_to_target", list),
+    )
+    groups["reached"] = groups.steps_to_target.notna()
+    groups["label"] = label_groups(groups)
+
+    # Without a target, no group has reached it, so that the middle three decide nothing.
+    is_ascending = {
+        "diverged": True,
+        "finished": False,
+        "reached": False,
+        "steps_to_target": True,
+        "tokens_to_target": True,
+        "loss": True,
+    }
+    order = {"by": [*is_ascending], "ascending": [*is_ascending.values()]}
+    return groups.sort_values(**order, kind="stable")
+
+
+def mean_of_all(values):
+    """The mean of values; NaN if one of them is."""
+    return values.mean(skipna=False)
+
+
+def keep_best(comparison):
+    """The rows of the best group of each method and batch, in the order of METHODS and by batch.
+
+    Groups that diverged, and unfinished runs beside finished ones, have no rows in it.
+    """
+    groups = summarize_groups(comparison)
+    best = groups[~groups.diverged].drop_duplicates(["method", "batch"])
+    return keep_groups(comparison, best)
+
+
+def keep_groups(comparison, groups):
+    """The rows of the runs that count of some groups, in the order of METHODS and by batch.
+
+    With a target, the rows after it is reached are left out.
+    """
+    table = comparison.table
+    table = table[table.run.isin(groups.runs.explode())]
+    if comparison.target is not None:
+        reached = (table.val_loss <= comparison.target).astype(int)
+        reached_before = reached.groupby(table.run).cumsum() - reached
+        table = table[reached_before == 0]
+    return table.sort_values(["place", "batch"], kind="stable")
+
+
+# ---- the names of settings -----------------------------------------------------------------------
+
+
+def label_groups(groups):
+    """A label for each row of a table with one row for each group: what tells it from others.
+
+    It names the flags in which the groups of its method differ: "lr 0.01, schedule constant". The
+    label of the only group of a method is "-".
+    """
+    labels = pd.Series("-", index=groups.index)
+    for _, of_method in groups.groupby("method"):
+        names = find_varied([*of_method.setting])
+        for group, setting in of_method.setting.items():
+            words = []
+            for name in names:
+                value = format_value(setting.get(name))
+                words.append(f"{name.replace('_', ' ')} {value}")
+            labels[group] = ", ".join(words) or "-"
+    return labels
+
+
+def find_varied(settings):
+    """The flags in which settings, a list of dicts, differ, without the batch and the seed.
+
+    The number of steps is one of them only if it differs for one batch, as it depends on that.
+    """
+    names = dict.fromkeys(itertools.chain.from_iterable(settings))
+    varied = []
+    for name in names:
+        values = {json.dumps(setting.get(name)) for setting in settings}
+        if len(values) > 1 and name not in ("batch", "steps", "seed"):
+            varied.append(name)
+    batches = {setting["batch"] for setting in settings}
+    lengths = {(setting["batch"], setting["steps"]) for setting in settings}
+    if len(lengths) > len(batches):
+        varied.append("steps")
+    return varied
+
+
+def format_value(value):
+    """The value of a flag in a few letters."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)

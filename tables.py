@@ -1,0 +1,148 @@
+"""The tables of a task's runs, in Markdown that can also be read as it is.
+
+    Steps to loss 3.25       of the best settings, and their ratio to Gauss-Newton's (Section 6.1.1)
+    Losses after 3b tokens   final losses of the best settings (Section 6.1.2)
+    Settings of AdamW ..     all settings that were tried, the best first (Appendix H)
+
+A setting is named by the flags in which the runs of its method differ; "-" names the only one. Its
+loss is the mean over seeds. comparison.py tells which runs are compared, and which setting of a
+method and batch is the best.
+"""
+
+from comparison import summarize_groups
+
+IN_WORDS = {"method", "setting"}  # columns whose cells start at the left
+NOTHING = "-"
+
+
+def tabulate(comparisons):
+    """The tables of some Comparisons, a text in Markdown."""
+    tables = []
+    for comparison in comparisons:
+        groups = summarize_groups(comparison)
+        best = groups.drop_duplicates(["method", "batch"])
+        best = best.sort_values(["place", "batch"], kind="stable")
+        tables.append(tabulate_best(best, comparison))
+        for _, of_method in groups.groupby("place"):
+            if (of_method.label != NOTHING).any():
+                tables.append(tabulate_settings(of_method, comparison))
+    return "\n".join(tables)
+
+
+def tabulate_best(best, comparison):
+    """The table of the best settings; best: rows of `summarize_groups`."""
+    reference = find_reference(best)
+    lines = []
+    for group in best.itertuples():
+        line = {"method": group.title, "batch": format_count(group.batch), "setting": group.label}
+        if comparison.target is None:
+            line |= describe_loss(group)
+            line["outer steps"] = format_number(group.step)
+            line["tokens read"] = format_count(group.tokens)
+        else:
+            line |= describe_steps(group)
+            line["steps / GN's"] = format_number(group.steps_to_target / reference)
+        lines.append(line)
+    asked = "Losses" if comparison.target is None else "Steps"
+    return format_table(f"{asked} {describe_question(comparison)}", lines)
+
+
+def tabulate_settings(groups, comparison):
+    """The table of all settings of a method, the best of each batch first."""
+    lines = []
+    for group in groups.sort_values("batch", kind="stable").itertuples():
+        line = {"batch": format_count(group.batch), "setting": group.label}
+        if comparison.target is not None:
+            line |= describe_steps(group)
+        lines.append(line | describe_loss(group))
+    title = groups.title.iloc[0]
+    return format_table(f"Settings of {title} {describe_question(comparison)}", lines)
+
+
+def describe_question(comparison):
+    """What the runs of a Comparison answer, in words."""
+    if comparison.target is None:
+        return f"after {format_count(comparison.tokens)} tokens"
+    return f"to loss {comparison.target:g}"
+
+
+def find_reference(best):
+    """The fewest steps of Gauss-Newton to the target, at any batch; NaN if there are none."""
+    steps = best.steps_to_target[best.method == "gn"]
+    return steps[steps > 0].min()
+
+
+# ---- cells ---------------------------------------------------------------------------------------
+
+
+def describe_loss(group):
+    """Cells on the final loss of a group: its mean over seeds, its extremes, how many seeds."""
+    cells = {"loss": NOTHING, "lowest": NOTHING, "highest": NOTHING}
+    if group.diverged:
+        cells["loss"] = "diverged"
+    else:
+        cells = {name: f"{getattr(group, name):.4f}" for name in cells}
+        if len(group.runs) == 1:
+            cells |= {"lowest": NOTHING, "highest": NOTHING}
+        if not group.finished:
+            cells["loss"] += f" at step {group.step:.0f}, unfinished"
+    return cells | {"seeds": str(len(group.runs))}
+
+
+def describe_steps(group):
+    """Cells on the steps of a group to the target: the mean, those of each seed, tokens read."""
+    cells = {"steps": NOTHING, "of each seed": NOTHING, "tokens read": NOTHING}
+    if group.diverged:
+        cells["steps"] = "diverged"
+    elif not group.finished:
+        cells["steps"] = "unfinished"
+    else:
+        if group.reached:
+            cells["steps"] = format_number(group.steps_to_target)
+            cells["tokens read"] = format_count(group.tokens_to_target)
+        else:
+            cells["steps"] = "not reached"
+        cells["of each seed"] = ", ".join(map(format_number, group.steps_of_runs))
+    return cells
+
+
+def format_number(number):
+    """A number with up to two decimals; "-" for one that is missing."""
+    if number != number:
+        return NOTHING
+    return f"{number:.2f}".removesuffix("0").removesuffix("0").removesuffix(".")
+
+
+def format_count(number, position=None):
+    """A count as the flags take it, such as 400k, 1.2m or 3b; a number below one as a fraction.
+
+    position: unused; matplotlib gives it to whatever writes its ticks.
+    """
+    if 0 < number < 1:
+        return f"1/{1 / number:.3g}"
+    for size, suffix in ((1e9, "b"), (1e6, "m"), (1e3, "k")):
+        if number >= 0.9995 * size:  # or three digits would round it to "1e+03"
+            return f"{number / size:.3g}{suffix}"
+    return f"{number:.3g}"
+
+
+# ---- Markdown ------------------------------------------------------------------------------------
+
+
+def format_table(title, lines):
+    """A table in Markdown under its title; lines: dicts of texts, {column: cell}."""
+    rows = [[*lines[0]]] + [[*line.values()] for line in lines]
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    is_words = [name in IN_WORDS for name in lines[0]]
+
+    def format_row(cells):
+        padded = []
+        for cell, width, left in zip(cells, widths, is_words, strict=True):
+            padded.append(cell.ljust(width) if left else cell.rjust(width))
+        return f"| {' | '.join(padded)} |"
+
+    rule = []
+    for width, left in zip(widths, is_words, strict=True):
+        rule.append("-" * width if left else "-" * (width - 1) + ":")
+    header, *body = rows
+    return "\n".join([f"## {title}", "", *map(format_row, [header, rule, *body]), ""])
