@@ -107,11 +107,6 @@ class Config(BaseConfig):
         """The inner optimizer, an optax transformation; lr: of this inner step."""
         return INNER_OPTIMIZERS[self.inner](lr, self)
 
-    @property
-    def depends_on_length(self):
-        """Whether the learning rate depends on how many outer steps the run has."""
-        return self.schedule.startswith("global") or self.warmup > 0
-
     def check(self):
         super().check()
         check_choice(self, "schedule", SCHEDULES)

@@ -26,7 +26,7 @@ from runtime.cores import available_cores
 from runtime.files import digest, locked
 from text import documents, formats, token_files
 from text.token_files import Holdout, are_finished, counts_of, ids_of, make_shards
-from text.tokenizer import tokenizer as tokenizer_by_name
+from text.tokenizer import tokenizer as tokenizer_of_flag
 from text.workers import Workers, begin, starting_workers
 
 GROUP = token_files.SMALL  # bytes; so a corpus of which exactly 5% is held out is one group
@@ -268,7 +268,7 @@ class Maker:
     """A process that makes the shards of a group, and ends."""
 
     def __init__(self, text, shards):
-        tokenizer = text.tokenizer.name, text.tokenizer.vocab_size
+        tokenizer = text.tokenizer.flag_here, text.tokenizer.vocab_size
         job = (text.corpus, tokenizer, text.home, shards, text.holdout.largest)
         spawn = multiprocessing.get_context("spawn")  # workers.py says why
         self.pipe, theirs = spawn.Pipe(duplex=False)
@@ -303,7 +303,7 @@ def make_in_process(pipe, corpus, tokenizer, home, shards, largest):
     error = None
     try:
         sources = in_order(documents.sources(corpus))
-        tokenizer = tokenizer_by_name(*tokenizer)
+        tokenizer = tokenizer_of_flag(*tokenizer)
         if folder_name(corpus, sources, tokenizer) != home.name:
             raise ValueError(f"data {corpus}: its files have changed while they were read")
         with Workers(tokenizer, max(1, available_cores() // 2)) as workers:

@@ -148,7 +148,11 @@ def test_before_a_run_the_files_are_tokenized_that_it_needs_at_once(eight_files)
             assert texts_of(corpus.train[group]) == documents_of(2 + group % 3, seed=group)
         assert texts_of(corpus.val) == documents_of(3, seed=99)
         meta = corpus.meta
-        assert (meta["train_files"], meta["val_files"], meta["later_files"]) == (count, 1, 8 - count)
+        assert (meta["train_files"], meta["val_files"], meta["later_files"]) == (
+            count,
+            1,
+            8 - count,
+        )
         assert meta["train_documents"] == sum(2 + group % 3 for group in range(count))
         assert meta["val_documents"] == 3
         assert meta["documents"] == meta["train_documents"] + 3
