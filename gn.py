@@ -95,7 +95,7 @@ class Config(BaseConfig):
 
     @property
     def loop_steps(self):
-        """How many inner steps the loop of an outer step takes: one for each inner batch it reads."""
+        """How many inner steps an outer step takes: one for each inner batch, in each pass."""
         return self.passes * self.inner_steps
 
     @property

@@ -65,7 +65,7 @@ def test_accumulated_inner_batches_are_one_large_batch(cls, float64):
 SETTINGS = {"lr": 0.1, "weight_decay": 0.3, "clip": 0.2, "b1": 0.6, "b2": 0.8}
 OPTIMIZERS = {
     baselines.AdamW: lambda lr: optimizers.adamw(lr, 0.6, 0.8, 0.3, 0.2),
-    baselines.Muon: lambda lr: optimizers.muon(lr, 0.7, 0.3, 0.2),
+    baselines.Muon: lambda lr: optimizers.muon(lr, 0.7, 0.3, 0.2, b2=0.95),
     baselines.SOAP: lambda lr: optimizers.soap(lr, 0.6, 0.8, 0.3, 0.2, 2, 8),
 }
 
@@ -141,6 +141,28 @@ def test_schedules_at_their_first_and_last_step():
         (rates(warmup_steps=20), np.arange(1, 11) / 10),  # it never comes to lr, nor falls
     ):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_what_depends_on_the_length_of_the_run():
+    """The same lr for 10 updates, for 100, and where no end is known: or the property says so."""
+    depends = []
+    for changes in (
+        {"schedule": "constant"},
+        {"schedule": "cosine"},
+        {"schedule": "constant", "warmup": 0.3},
+        {"schedule": "constant", "warmup_steps": 3},
+        {"schedule": "constant", "warmup": 0.3, "warmup_steps": 3},
+    ):
+
+        def lr(outer_steps, changes=changes):
+            config = config_of(baselines.AdamW, outer_steps=outer_steps, **changes)
+            return [float(baselines.learning_rate(t, config)) for t in range(10)]
+
+        config = config_of(baselines.AdamW, **changes)
+        depends.append(config.depends_on_length)
+        assert (lr(10) == lr(100)) != config.depends_on_length
+        assert config.depends_on_length or lr(10) == lr(None)
+    assert depends == [False, True, True, False, False]
 
 
 @pytest.mark.parametrize("cls", ALL)

@@ -10,7 +10,8 @@ The argument, in the order of this file. The network is so small that every matr
    approach the minimum that a dense solve finds.
 4. The line search and the move. α is the best of a grid, on fresh tokens, and θ_{t+1} is where it
    says.
-5. The whole. Two outer steps written out with the dense g and G end where `gn.update` ends.
+5. The whole. Two outer steps written out with the dense g and G end where `gn.update` ends; so do
+   those that pass twice over the batch, and those that restart.
 6. The learning rates are those of Appendix D.
 7. The program. It holds no large array, repeats and resumes bit for bit, and compiles once.
 """
@@ -33,6 +34,7 @@ from jax.flatten_util import ravel_pytree
 import gn
 import model
 import optimizers
+from line_search import line_search, losses
 
 ONE = dataclasses.replace(TOY, n_layers=1)  # for what compiles long: whole steps
 GRID = [2 ** (-i / 2) for i in range(5)]  # the step sizes of Appendix D
@@ -271,14 +273,14 @@ def test_bfloat16_costs_no_more_than_plain_bfloat16_on_this_machine():
 # ---- 3. the inner loop ---------------------------------------------------------------------------
 
 
-def by_hand_optimizer(inner, lr):
+def by_hand_optimizer(inner, lr, clip=0.2):
     """The inner optimizer of the settings BY_HAND."""
     if inner == "muon":
-        return optimizers.muon(lr, 0.8, 0.3, 0.2)
-    return optimizers.adamw(lr, 0.8, 0.999, 0.3, 0.2)
+        return optimizers.muon(lr, 0.8, 0.3, clip, b2=0.7)
+    return optimizers.adamw(lr, 0.9, 0.7, 0.3, clip)
 
 
-BY_HAND = {"momentum": 0.8, "weight_decay": 0.3, "clip": 0.2, "lr": 0.05}
+BY_HAND = {"momentum": 0.8, "b2": 0.7, "weight_decay": 0.3, "clip": 0.2, "lr": 0.05}
 
 
 def hand_settings(config_class, **changes):
@@ -288,9 +290,9 @@ def hand_settings(config_class, **changes):
 
 
 @partial(jax.jit, static_argnames="inner")
-def descend(theta, opt, grad, lr, inner="muon"):
+def descend(theta, opt, grad, lr, inner="muon", clip=0.2):
     """θ and the optimizer's state after one step."""
-    step, opt = by_hand_optimizer(inner, lr).update(grad, opt, theta)
+    step, opt = by_hand_optimizer(inner, lr, clip).update(grad, opt, theta)
     return add(theta, step), opt
 
 
@@ -311,8 +313,8 @@ def test_an_inner_step_descends_along_g_plus_G_delta(inner, float64):
     close(after.theta, theta, 1e-8)
     close(after.opt, opt, 1e-8)
     assert_same(after.params, params)
-    close(after.loss, true.loss, 1e-10)
-    close(after.inner_loss, true.loss + true.g @ d + d @ M @ d / 2, 1e-10)
+    close(after.losses, [true.loss, 0.0], 1e-10)
+    close(after.inner_losses, [true.loss + true.g @ d + d @ M @ d / 2, 0.0], 1e-10)
     assert int(after.k) == 1
 
 
@@ -365,8 +367,11 @@ def test_line_search_takes_the_best_of_its_grid_over_all_fresh_batches(float64):
         theta = add(params, grad, -length)
         losses = losses_by_hand(params, theta, fresh)
         best = int(np.argmin(losses.sum(axis=0)))
-        alpha = float(gn.line_search(params, theta, fresh, config))
+        alpha, measured = line_search(params, theta, fresh, config)
         assert math.isclose(alpha, GRID[best])
+        names = ["loss_at_1", "loss_at_0.7071", "loss_at_0.5", "loss_at_0.3536", "loss_at_0.25"]
+        assert list(measured) == names
+        close(list(measured.values()), losses.mean(axis=0), 1e-12)
         found.add(best)
         misled |= {k for k in range(2) if np.argmin(losses[k]) != best}
     assert len(found) > 2  # else the lengths would not test the choice
@@ -393,7 +398,7 @@ def test_a_line_search_may_read_less_than_a_batch(float64):
         read.append(k)
         return fresh(k)
 
-    alpha = float(gn.line_search(params, theta, noted, make(20, guard=False)))
+    alpha, _ = line_search(params, theta, noted, make(20, guard=False))
     assert read == [0, 1]
     best = np.argmin(losses_by_hand(params, theta, fresh).sum(axis=0))
     assert math.isclose(alpha, GRID[best])
@@ -403,8 +408,13 @@ def test_guard_refuses_a_step_that_does_not_lower_the_loss(float64):
     """Uphill, no better, or with weights that are not finite: α = 0. Without the guard it moves."""
     params, (_, fresh) = random_params(TOY), many(TOY)
 
+    at_theta_t = (LOSS(TOY, params, fresh(0)) + LOSS(TOY, params, fresh(1))) / 2
+
     def search(theta, **changes):
-        return float(gn.line_search(params, theta, fresh, config_of(TOY, **changes)))
+        alpha, measured = line_search(params, theta, fresh, config_of(TOY, **changes))
+        if "loss_at_0" in measured:
+            close(measured["loss_at_0"], at_theta_t, 1e-12)
+        return float(alpha)
 
     uphill = params
     for k in range(2):
@@ -428,8 +438,34 @@ def test_guard_refuses_infinite_weights_that_the_fresh_tokens_do_not_read(float6
     downhill = add(params, LOSS_GRAD(TOY, params, without_10(0)), -0.1)
     infinite = downhill | {"embedding": downhill["embedding"].at[10, 0].set(jnp.inf)}
     assert np.isfinite(LOSS(TOY, infinite, without_10(0)))
-    assert gn.line_search(params, downhill, without_10, config_of(TOY)) > 0
-    assert gn.line_search(params, infinite, without_10, config_of(TOY)) == 0
+    alpha, _ = line_search(params, downhill, without_10, config_of(TOY))
+    assert alpha > 0
+    alpha, _ = line_search(params, infinite, without_10, config_of(TOY))
+    assert alpha == 0
+
+
+def test_other_step_sizes_may_be_tried(float64):
+    """alphas: in the order given, the first of equals counts, and the guard goes before them."""
+    params, (_, fresh) = random_params(TOY), many(TOY)
+    theta = add(params, LOSS_GRAD(TOY, params, fresh(0)), -0.5)
+    config = config_of(TOY, alphas="3 0.05  1.5")
+    assert (config.line_search, config.fresh_batches, config.average) == (3, 2, 0.0)
+    alpha, measured = line_search(params, theta, fresh, config)
+    assert list(measured) == ["loss_at_0", "loss_at_3", "loss_at_0.05", "loss_at_1.5"]
+    losses = losses_by_hand(params, theta, fresh, [0.0, 3.0, 0.05, 1.5]).mean(axis=0)
+    close(list(measured.values()), losses, 1e-12)
+    assert alpha == [0.0, 3.0, 0.05, 1.5][int(np.argmin(losses))] > 0
+    alpha, _ = line_search(params, params, fresh, config_of(TOY, alphas="2 1", guard=False))
+    assert alpha == 2
+
+
+@pytest.mark.parametrize(
+    "alphas", [" ", "1 half", "1;0.5", "1 0", "-1", "1 nan", "inf", "0.5 0.50001"]
+)
+def test_bad_step_sizes_are_refused(alphas):
+    config_of(TOY, alphas="1 0.5 0.25").check()
+    with pytest.raises(ValueError, match="^alphas is '.*'; .*$"):
+        config_of(TOY, alphas=alphas).check()
 
 
 def inside_an_outer_step(params, config, seed=1):
@@ -437,7 +473,8 @@ def inside_an_outer_step(params, config, seed=1):
     state = gn.init(params, config)
     opt = jax.tree.map(jnp.ones_like, state.opt)
     theta = add(params, change_of(params, seed=seed))
-    return state._replace(theta=theta, opt=opt, k=jnp.int32(2), loss=state.loss + 5)
+    losses = state.losses + 5
+    return state._replace(theta=theta, opt=opt, k=jnp.int32(2), losses=losses)
 
 
 def test_a_move_changes_theta_t_and_the_inner_iterate_goes_on(float64):
@@ -447,8 +484,18 @@ def test_a_move_changes_theta_t_and_the_inner_iterate_goes_on(float64):
     after = gn.move(before, 0.25, config)
     close(after.params, gn.between(before.params, before.theta, 0.25), 1e-15)
     assert_same((after.theta, after.opt), (before.theta, before.opt))
-    counts = (after.t, after.k, after.loss, after.inner_loss)
-    assert [float(number) for number in counts] == [1, 0, 0, 0]
+    assert (after.t, after.k) == (1, 0)
+    assert not any(after.losses) and not any(after.inner_losses)
+
+
+def test_a_restart_begins_at_theta_t_with_an_optimizer_that_has_seen_nothing(float64):
+    """--restart true: each inner loop starts from θ_{t+1}, as a run would; its decay is kept."""
+    config = config_of(TOY, restart=True, parameter_weight_decay=0.1)
+    before = inside_an_outer_step(random_params(TOY), config)
+    after = gn.move(before, 0.25, config)
+    plain = gn.move(before, 0.25, config_of(TOY, parameter_weight_decay=0.1))
+    assert_same(after.params, plain.params)
+    assert_same(after, gn.init(after.params, config)._replace(t=jnp.int32(1)))
 
 
 def test_a_refused_step_leaves_nothing_behind(float64):
@@ -526,35 +573,68 @@ def half_cosine(x):
     return 0.5 + 0.5 * math.cos(math.pi * x)
 
 
-def outer_steps_by_hand(params, config, value_and_grad):
-    """Algorithm 1 written out, two outer steps of two inner ones. Returns θ_2 and their metrics.
+def outer_steps_by_hand(params, config, value_and_grad, clipped=None):
+    """Algorithm 1 written out, two outer steps on two inner batches. Returns θ_2 and their metrics.
 
-    value_and_grad(theta0, delta, tokens): the objective. The settings are BY_HAND and
-    global+inner cosine; of config only the line search is read.
+    value_and_grad(theta0, delta, tokens): the objective; clipped(grad): its clipped gradient, if
+    that is not left to the optimizer. The settings are BY_HAND and global+inner cosine; of config
+    only line search, passes and restart are read.
     """
     batches, fresh = many(ONE)
-    grid = [2 ** (-i / 2) for i in range(config.line_search)]
+    K = 2 * config.inner_epochs
     theta0, theta = params, params
     opt = by_hand_optimizer("muon", 0.0).init(params)
     rows = []
     for t in range(2):
         losses, values = [], []
-        for k in range(2):
-            loss, value, grad = value_and_grad(theta0, add(theta, theta0, -1), batches(k))
-            lr = 0.05 * half_cosine((2 * t + k) / 4) * half_cosine(k / 2)
-            theta, opt = descend(theta, opt, grad, lr)
+        for k in range(K):
+            loss, value, grad = value_and_grad(theta0, add(theta, theta0, -1), batches(k % 2))
+            lr = 0.05 * half_cosine((K * t + k) / (2 * K)) * half_cosine(k / K)
+            if clipped:
+                theta, opt = descend(theta, opt, clipped(grad), lr, clip=0.0)
+            else:
+                theta, opt = descend(theta, opt, grad, lr)
             losses.append(float(loss))
             values.append(float(value))
         row = {"train_loss": np.mean(losses), "inner_loss": np.mean(values)}
+        row |= {"inner_loss_first": values[0], "inner_loss_last": values[-1]}
+        row |= norms_by_hand(add(theta, theta0, -1))
         row["lr"] = 0.05 * half_cosine(t / 2)
-        alpha = 1.0
-        if grid:
-            on_fresh = losses_by_hand(theta0, theta, fresh, grid=grid, network=ONE).sum(axis=0)
-            alpha = grid[int(np.argmin(on_fresh))]
-            row["alpha"] = alpha
-        theta0 = gn.between(theta0, theta, alpha)
-        rows.append(row)
+        theta0, of_search = searched_by_hand(theta0, theta, fresh, config)
+        if config.restart:
+            theta = theta0
+            opt = by_hand_optimizer("muon", 0.0).init(params)
+        rows.append(row | of_search)
     return theta0, rows
+
+
+def norms_by_hand(delta):
+    """{metric: |δ|} over the matrices of blocks, over norms and biases, over embedding and head."""
+    blocks = delta["blocks"]
+    matrices = [blocks[name] for name in ("wq", "wk", "wv", "wo", "w_up", "w_down")]
+    vectors = [delta["final_norm"], blocks["attention_norm"], blocks["mlp_norm"]]
+    vectors += [blocks[name] for name in ("q_scale", "q_bias", "k_scale", "k_bias")]
+    assert len(matrices) + len(vectors) == len(blocks) + 1
+    return {
+        "norm_matrices": np.linalg.norm(flat(matrices)),
+        "norm_vectors": np.linalg.norm(flat(vectors)),
+        "norm_embedding": np.linalg.norm(delta["embedding"]),
+        "norm_head": np.linalg.norm(delta["head"]),
+    }
+
+
+def searched_by_hand(theta0, theta, fresh, config):
+    """θ_{t+1}, and the metrics of the line search."""
+    if not config.line_search:
+        return theta, {}
+    grid = [2 ** (-i / 2) for i in range(config.line_search)]
+    if config.guard:
+        grid = [0.0, *grid]
+    on_fresh = losses_by_hand(theta0, theta, fresh, grid=grid, network=ONE).mean(axis=0)
+    alpha = grid[int(np.argmin(on_fresh))]
+    assert alpha > 0  # what a refused step does is tested above
+    row = {f"loss_at_{a:.4g}": loss for a, loss in zip(grid, on_fresh, strict=True)}
+    return add(theta0, add(theta, theta0, -1), alpha), row | {"alpha": alpha}
 
 
 def quadratic_model(true, delta):
@@ -564,10 +644,10 @@ def quadratic_model(true, delta):
     return true.loss, value, unravel(true.g + true.G @ d)
 
 
-def assert_update_is_by_hand(method, config, value_and_grad):
+def assert_update_is_by_hand(method, config, value_and_grad, clipped=None):
     """Two updates of a method end at θ_2, with the metrics, of `outer_steps_by_hand`."""
     params, (batches, fresh) = random_params(ONE), many(ONE)
-    expected, rows = outer_steps_by_hand(params, config, value_and_grad)
+    expected, rows = outer_steps_by_hand(params, config, value_and_grad, clipped)
     state = method.init(params, config)
     for row in rows:
         state, metrics = method.update(state, batches, fresh, config)
@@ -577,13 +657,21 @@ def assert_update_is_by_hand(method, config, value_and_grad):
     close(state.params, expected, 1e-6)
 
 
-def test_update_is_algorithm_1_written_out_with_the_dense_matrix(float64):
-    """Two outer steps with g + G δ from step 1 of the argument: same θ_2, losses, lr and α."""
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"inner_epochs": 2, "guard": False}, {"restart": True, "guard": False}],
+    ids=["plain", "epochs", "restart"],
+)
+def test_update_is_algorithm_1_written_out_with_the_dense_matrix(float64, changes):
+    """Two outer steps with g + G δ from step 1 of the argument: same θ_2, losses, lr and α.
+
+    Once as by default, once with two passes over the batch, once with a restart.
+    """
 
     def value_and_grad(theta0, delta, tokens):
         return quadratic_model(dense(ONE, theta0, tokens), delta)
 
-    assert_update_is_by_hand(gn, hand_settings(gn.Config), value_and_grad)
+    assert_update_is_by_hand(gn, hand_settings(gn.Config, **changes), value_and_grad)
 
 
 # ---- 6. the learning rates -----------------------------------------------------------------------
@@ -630,6 +718,40 @@ def test_warm_up_fractions():
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+def test_an_inner_warm_up_belongs_to_one_schedule():
+    """Appendix H: the others have none, whatever is asked."""
+    for schedule in gn.SCHEDULES:
+        config = config_of(TOY, schedule=schedule, inner_warmup=0.5)
+        assert config.inner_warmup == (0.5 if schedule == "constant+inner cosine" else 0.0)
+
+
+def test_with_more_passes_the_learning_rate_falls_over_all_of_them():
+    """Two passes over two inner batches have the learning rates of one pass over four."""
+    warm = {"warmup": 0.5, "inner_warmup": 0.5}
+    for changes in ({"schedule": "global+inner cosine", **warm}, warm):
+        config = config_of(TOY, inner_steps=2, inner_epochs=2, lr=0.5, **changes)
+        lr = [float(gn.learning_rate(t, k, config)) / 0.5 for t, k in PLACES]
+        np.testing.assert_allclose(lr, rates(**changes), rtol=1e-5)
+
+
+def test_what_depends_on_the_length_of_the_run():
+    """The same lr for 3 outer steps, for 30, and where no end is known: or the property says so."""
+    cases = [{"schedule": schedule} for schedule in gn.SCHEDULES]
+    cases += [{"warmup": 0.2}, {"inner_warmup": 0.2}]
+    depends = []
+    for changes in cases:
+
+        def lr(outer_steps, changes=changes):
+            config = config_of(TOY, outer_steps=outer_steps, **changes)
+            return [float(gn.learning_rate(t, k, config)) for t, k in [(0, 0), (1, 1), (2, 1)]]
+
+        config = config_of(TOY, **changes)
+        depends.append(config.depends_on_length)
+        assert (lr(3) == lr(30)) != config.depends_on_length
+        assert config.depends_on_length or lr(3) == lr(None)
+    assert depends == [False, True, True, False, True, False]
+
+
 def test_fault_3_no_inner_cycle_is_skipped_and_no_outer_step_has_lr_0():
     """global+inner cosine: every outer step begins at the global cosine and falls from there."""
     config = config_of(TOY, schedule="global+inner cosine", inner_steps=4, outer_steps=5, lr=1.0)
@@ -656,6 +778,8 @@ def test_fault_3_no_inner_cycle_is_skipped_and_no_outer_step_has_lr_0():
         {"parameter_weight_decay": -0.1},
         {"line_search": -1},
         {"line_search_tokens": -1},
+        {"inner_epochs": 0},
+        {"b2": 1.0},
     ],
 )
 def test_bad_settings_are_refused(bad):
@@ -695,7 +819,7 @@ def test_no_array_holds_the_logits_of_a_batch(what):
     def compute(params):
         if what == "inner step":
             return gn.inner_step(gn.init(params, config), tokens, config)
-        return gn.losses(params, params, jnp.ones(2), tokens, config)
+        return losses(params, params, jnp.ones(2), tokens, config)
 
     largest = max(sizes(jax.make_jaxpr(compute)(params).jaxpr))
     head_and_its_change = 2 * TOY.d_model * 10_000
@@ -714,31 +838,34 @@ def test_same_batches_twice_give_bitwise_the_same_state(float64):
 
 def test_stopped_inside_an_outer_step_it_resumes_bitwise(float64):
     """A State is all there is: from the one after any inner step, update ends at the same place."""
-    config = hand_settings(gn.Config)
+    config = hand_settings(gn.Config, inner_epochs=2)
     seen = []
 
     def watch(state):
         seen.append(kept(state))
 
     whole = gn.update(gn.init(random_params(ONE), config), *many(ONE), config, watch)
-    assert [int(state.k) for state in seen] == [1, 2]
+    assert [int(state.k) for state in seen] == [1, 2, 3, 4]
     for state in seen:
         assert_same(gn.update(state, *many(ONE), config), whole)
 
 
-def test_a_step_takes_over_the_memory_of_its_state_and_of_nothing_else(float64):
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_step_takes_over_the_memory_of_its_state_and_of_nothing_else(float64, restart):
     """Donated: no array of the state before is left. The parameters are still the caller's."""
-    config, params = hand_settings(gn.Config), random_params(ONE)
+    config, params = hand_settings(gn.Config, restart=restart), random_params(ONE)
     batches, fresh = many(ONE)
     state = gn.init(params, config)
     after = gn.inner_step(state, batches(0), config)
     assert all(a.is_deleted() for a in jax.tree.leaves(state))
     assert not any(a.is_deleted() for a in jax.tree.leaves(after))
     assert_same(params, random_params(ONE))
-    moved, _ = gn.update(after, batches, fresh, config)
-    for result in (gn.init(params, config), moved):  # two arrays in one place could not be donated
+    moved, _ = gn.update(kept(after), batches, fresh, config)
+    # Two arrays in one place could not be donated.
+    for result in (gn.init(params, config), after, moved):
         pointers = [a.unsafe_buffer_pointer() for a in jax.tree.leaves(result)]
         assert len(set(pointers)) == len(pointers)
+    gn.update(after, batches, fresh, config)
     assert any(a.is_deleted() for a in jax.tree.leaves(after))  # as update's docstring says
 
 
@@ -761,6 +888,7 @@ FLOATS = {
     "warmup": (0.5, 0.7),
     "inner_warmup": (0.6, 0.9),
     "momentum": (0.8, 0.5),
+    "b2": (0.9, 0.5),
     "weight_decay": (0.3, 0.1),
     "damping": (0.1, 0.3),
     "parameter_weight_decay": (0.05, 0.1),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import assert_same, many, random_params
-from test_gn import GRID, ONE, close, dense, flat, losses_by_hand
+from test_gn import GRID, ONE, close, dense, flat, losses_by_hand, norms_by_hand
 from test_layerwise_gn import diagonal_blocks
 
 import gn
@@ -57,6 +57,10 @@ def test_update_is_the_dense_solve(float64, damping):
     # Hardly damped, the step fits its four sequences only, and is refused.
     assert (alpha > 0) == (damping == 1)
     assert math.isclose(metrics["alpha"], alpha, rel_tol=1e-12)
+    names = [f"loss_at_{a:.4g}" for a in [0.0, *GRID]]
+    close([metrics[name] for name in names], losses / 2, 1e-6)
+    for name, norm in norms_by_hand(unravel(step)).items():
+        assert math.isclose(metrics[name], norm, rel_tol=1e-6), name
     close(state.params, flat(params) + alpha * step, 1e-6)
     assert_same(state.theta, state.params)  # the next step starts there
     assert (int(state.t), int(state.k)) == (1, 0)
@@ -94,10 +98,12 @@ def test_without_line_search_the_step_is_taken_whole_and_a_stopped_one_resumes_b
     seen = []
     whole = gn_cg.update(gn_cg.init(params, config), batches, None, config, seen.append)
     state, metrics = whole
-    assert [int(inside.k) for inside in seen] == [2]
+    passes = 3  # for g, for one product, for the value
+    assert [int(inside.k) for inside in seen] == [passes * 2]
     assert_same(gn_cg.update(seen[0], None, None, config), whole)
     close(state.params, seen[0].theta, 1e-15)
-    assert metrics.keys() == {"train_loss", "inner_loss"}
+    norms = {"norm_matrices", "norm_vectors", "norm_embedding", "norm_head"}
+    assert metrics.keys() == {"train_loss", "inner_loss", *norms}
     assert state.average is None
 
 
@@ -114,7 +120,13 @@ def test_curvature_is_the_second_part_of_the_quadratic(float64):
     close(u, g + Hv, 1e-12)
 
 
-@pytest.mark.parametrize("bad", [{"damping": -0.1}, {"cg_steps": 0}, {"line_search": -1}])
+def test_it_has_no_learning_rate_that_depends_on_the_length_of_a_run():
+    assert not config_of().depends_on_length
+
+
+@pytest.mark.parametrize(
+    "bad", [{"damping": -0.1}, {"cg_steps": 0}, {"line_search": -1}, {"alphas": "all"}]
+)
 def test_bad_settings_are_refused(bad):
     config_of().check()
     with pytest.raises(ValueError, match=next(iter(bad))):

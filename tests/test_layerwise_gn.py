@@ -129,6 +129,17 @@ def test_bfloat16_costs_no_more_than_plain_bfloat16_on_this_machine():
 # ---- the outer step ------------------------------------------------------------------------------
 
 
+def clip_by_hand(grad):
+    """The gradient of ONE, each of its three layers scaled down to norm 0.2."""
+    block = grad["blocks"] | {"final_norm": grad["final_norm"]}
+    clipped = {}
+    for layer in ({"embedding": grad["embedding"]}, block, {"head": grad["head"]}):
+        factor = min(1, 0.2 / np.linalg.norm(flat(layer)))
+        clipped |= jax.tree.map(lambda a, factor=factor: factor * a, layer)
+    blocks = {name: clipped.pop(name) for name in grad["blocks"]}
+    return clipped | {"blocks": blocks}
+
+
 def test_update_is_the_outer_step_written_out_with_the_diagonal_blocks(float64):
     """Two outer steps with g + blockdiag(G) δ, and a search of ten step sizes."""
     config = hand_settings(layerwise_gn.Config)
@@ -139,7 +150,45 @@ def test_update_is_the_outer_step_written_out_with_the_diagonal_blocks(float64):
         blocks = diagonal_blocks(true.G, theta0)
         return quadratic_model(true._replace(G=blocks), delta)
 
-    assert_update_is_by_hand(layerwise_gn, config, value_and_grad)
+    assert_update_is_by_hand(layerwise_gn, config, value_and_grad, clip_by_hand)
+
+
+def layer_norms(grad):
+    """|gradient| of each of the L + 2 layers."""
+    number = layer_of_each_parameter(grad)
+    g = flat(grad)
+    return np.array([np.linalg.norm(g[number == layer]) for layer in range(int(number.max()) + 1)])
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.7, 1e9])
+@pytest.mark.parametrize("network", [TOY, TWELVE], ids=["two layers", "twelve layers"])
+def test_each_layers_gradient_is_clipped_by_its_own_norm(network, limit, float64):
+    """Layer by layer as `layer_of_each_parameter` says. A limit of 0 clips nothing."""
+    grad = change_of(random_params(network), 0.1)
+    grad["blocks"] = jax.tree.map(lambda a: a.at[-1].multiply(0.01), grad["blocks"])
+    clip = layerwise_gn.clip_layers(limit)
+    clipped, _ = clip.update(grad, clip.init(grad))
+    norms = layer_norms(grad)
+    assert norms.min() < 0.7 < norms.max()  # one of the limits clips some of them
+    factors = np.minimum(1, (limit or np.inf) / norms)
+    number = layer_of_each_parameter(grad)
+    close(clipped, flat(grad) * factors[number.astype(int)], 1e-12)
+
+
+@pytest.mark.parametrize("inner", ["muon", "adamw"])
+def test_the_inner_optimizer_is_gauss_newtons_after_the_clip_of_layers(inner, float64):
+    """It sees the clipped gradient, and clips no more by itself."""
+    params = random_params(ONE)
+    grad = change_of(params)
+    config = hand_settings(layerwise_gn.Config, inner=inner)
+    assert config.clip == 0.2 < layer_norms(grad).min()
+    clip = layerwise_gn.clip_layers(0.2)
+    clipped, _ = clip.update(grad, clip.init(grad))
+    plain = hand_settings(gn.Config, inner=inner, clip=0.0).optimizer(0.05)
+    expected, _ = plain.update(clipped, plain.init(params), params)
+    rule = config.optimizer(0.05)
+    found, _ = rule.update(grad, rule.init(params), params)
+    close(found, expected, 1e-12)
 
 
 @pytest.mark.parametrize("name", ["quadratic", "exact"])

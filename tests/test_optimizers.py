@@ -49,24 +49,46 @@ MATRIX_NAMES = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
 
 @pytest.mark.parametrize("network", [*VARIANTS.values(), TWELVE], ids=[*VARIANTS, "twelve layers"])
 def test_every_parameter_is_in_exactly_one_group(network):
-    """Muon has the matrices inside the blocks, AdamW all else, also where there are twelve blocks.
+    """Matrices inside the blocks, vectors, embedding, head; also where there are twelve blocks.
 
-    The optimizer's own state says so too: each parameter has moments in one of them, not in both.
+    The optimizer's own state says so too: each parameter has moments in one of them, not in two.
     """
     params = random_params(network)
     groups = optimizers.groups(params)
     inside = groups.pop("blocks")
-    assert inside == {k: "muon" if k in MATRIX_NAMES else "adamw" for k in params["blocks"]}
-    assert groups == {"embedding": "adamw", "final_norm": "adamw", "head": "adamw"}
+    expected = {k: "matrices" if k in MATRIX_NAMES else "vectors" for k in params["blocks"]}
+    assert inside == expected
+    assert groups == {"embedding": "embedding", "final_norm": "vectors", "head": "head"}
 
     def numbers(state):
         """How many, counters aside."""
         return sum(a.size for a in jax.tree.leaves(state) if a.ndim)
 
-    states = optimizers.muon(0.1, 0.95, 0.0, 1.0).init(params).inner_states
-    sizes = {name: numbers(state) for name, state in states.items()}
+    _, rules = optimizers.muon(0.1, 0.95, 0.0, 1.0).init(params)
+    sizes = {name: numbers(state) for name, state in rules.inner_states.items()}
     matrices = sum(a.size for name, a in params["blocks"].items() if name in MATRIX_NAMES)
-    assert sizes == {"muon": matrices, "adamw": 2 * (model.size(network) - matrices)}
+    ends = {name: params[name].size for name in ("embedding", "head")}
+    vectors = model.size(network) - matrices - sum(ends.values())
+    ends = {name: 2 * size for name, size in ends.items()}
+    assert sizes == {"matrices": matrices, "vectors": 2 * vectors, **ends}
+
+
+def test_norms_of_a_step_are_those_of_the_groups(float64):
+    """|θ - θ_t| over the numbers of each group; together they are |θ - θ_t|."""
+    params, theta = random_params(TOY), random_params(TOY, 1)
+    found = optimizers.norms_of_step(params, theta)
+    squares = {}
+    groups = optimizers.groups(params)
+
+    def count(a, b, group):
+        name = f"norm_{group}"
+        squares[name] = squares.get(name, 0) + np.sum((np.asarray(b) - np.asarray(a)) ** 2)
+
+    jax.tree.map(count, params, theta, groups)
+    assert found.keys() == squares.keys()
+    assert found.keys() == {"norm_matrices", "norm_vectors", "norm_embedding", "norm_head"}
+    for name, square in squares.items():
+        np.testing.assert_allclose(found[name], square**0.5, rtol=1e-12)
 
 
 @pytest.mark.parametrize("network", [*VARIANTS.values(), TWELVE], ids=[*VARIANTS, "twelve layers"])
@@ -175,35 +197,52 @@ def test_muons_momentum_is_nesterovs(float64):
         np.testing.assert_allclose(step["blocks"]["w_up"][1], expected, rtol=1e-5, atol=1e-8)
 
 
-def test_muon_on_a_stack_is_optaxs_muon_on_each_matrix(float64):
-    """With momentum and weight decay: layer l of [L, in, out] moves as a matrix does in optax."""
-
-    def matrices(tree):
-        """{name and layer: matrix} of three kinds."""
-        found = {}
-        for name in ("wq", "w_up", "w_down"):
-            for layer in range(2):
-                found[f"{name}{layer}"] = tree["blocks"][name][layer]
-        return found
-
+@pytest.mark.parametrize("b2", [0.999, 0.95])
+def test_under_a_constant_gradient_norms_move_as_adam_with_nesterov_momentum(float64, b2):
+    """(0.9 m̂ + 0.1 ĝ) / √v̂ is 1.474, 1.157, 1.078 at steps 1, 2, 3; embedding and head: 1, 1, 1."""
     params = random_params(TOY)
+    grad = jax.tree.map(jnp.ones_like, params)
+    steps, _ = steps_of(optimizers.muon(0.5, 0.95, 0.0, 0.0, b2=b2), params, 3 * [grad])
+    for n, step in enumerate(steps, 1):
+        lookahead = 0.9 * (1 - 0.9**n) / (1 - 0.9 ** (n + 1)) + 0.1 / (1 - 0.9**n)
+        np.testing.assert_allclose(lookahead, [1.474, 1.157, 1.078][n - 1], atol=5e-4)
+        for vector in (step["final_norm"], step["blocks"]["q_bias"], step["blocks"]["mlp_norm"]):
+            np.testing.assert_allclose(vector, -0.5 * lookahead, rtol=1e-6)
+        for name in ("embedding", "head"):
+            np.testing.assert_allclose(step[name], -0.5, rtol=1e-6)
+
+
+def blocks_alone(tree):
+    """The blocks of a tree and the final norm as optax wants them: matrices 2-D, vectors 1-D."""
+    layers = model.unstack(tree["blocks"])
+    named = {f"layer {i}": layer for i, layer in enumerate(layers)}
+    return named | {"final_norm": tree["final_norm"]}
+
+
+def ends_alone(tree):
+    return {name: tree[name] for name in ("embedding", "head")}
+
+
+@pytest.mark.parametrize(
+    "network, b2, clip",
+    [(TOY, 0.999, 0.5), (TOY, 0.95, 1e9), (TWELVE, 0.95, 0.5)],
+    ids=["two layers", "without clip", "twelve layers"],
+)
+def test_muon_is_what_the_papers_code_makes_of_optax(float64, network, b2, clip):
+    """Blocks and final norm: optax.contrib.muon after a clip; embedding and head: AdamW after one.
+
+    With Adam's b2, for three steps. Theirs has every matrix and vector of a layer by itself. The
+    weight decay of matrices is ours.
+    """
+    params = random_params(network)
     grads = [random_like(params, n) for n in range(3)]
-    ours, _ = steps_of(optimizers.muon(0.5, 0.8, 0.1, 0.0), params, grads)
-    rule = optax.contrib.muon(0.5, beta=0.8, weight_decay=0.1)
-    theirs, _ = steps_of(rule, matrices(params), [matrices(grad) for grad in grads])
-    close([matrices(step) for step in ours], theirs)
-
-
-def test_muons_other_group_is_adam(float64):
-    """Embedding, head and norms: Adam (0.9, 0.999) at the same lr."""
-    params = random_params(TOY)
-    grads = [random_like(params, n) for n in range(2)]
-    ours, _ = steps_of(optimizers.muon(0.5, 0.95, 0.1, 0.0), params, grads)
-    theirs, _ = steps_of(optimizers.adamw(0.5, 0.9, 0.999, 0.1, 0.0), params, grads)
-    for found, expected in zip(ours, theirs, strict=True):
-        for name in ("embedding", "head", "final_norm"):
-            close(found[name], expected[name])
-        close(found["blocks"]["q_bias"], expected["blocks"]["q_bias"])
+    ours, _ = steps_of(optimizers.muon(0.5, 0.8, 0.1, clip, b2=b2), params, grads)
+    muon = optax.contrib.muon(0.5, beta=0.8, weight_decay=0.1, adam_b1=0.9, adam_b2=b2)
+    adamw = optax.adamw(0.5, 0.9, b2, weight_decay=0.1)
+    for alone, rule in ((blocks_alone, muon), (ends_alone, adamw)):
+        rule = optax.chain(optax.clip_by_global_norm(clip), rule)
+        theirs, _ = steps_of(rule, alone(params), [alone(grad) for grad in grads])
+        close([alone(step) for step in ours], theirs)
 
 
 def test_newton_schulz_rounds_as_dtype_says_and_momentum_does_not():
@@ -216,7 +255,7 @@ def test_newton_schulz_rounds_as_dtype_says_and_momentum_does_not():
         assert all(a.dtype == jnp.float32 for a in jax.tree.leaves(step))
         scaled = step["blocks"]["w_up"][1] / 3**0.5  # √(out/in)
         singular[dtype] = np.linalg.svd(scaled, compute_uv=False)
-        momentum[dtype] = state.inner_states["muon"]
+        momentum[dtype] = state[1].inner_states["matrices"]
     assert_same(momentum["float32"], momentum["bfloat16"])
     exact, rounded = singular["float32"], singular["bfloat16"]
     assert 0.6 < exact.min() < exact.max() < 1.25
@@ -226,20 +265,46 @@ def test_newton_schulz_rounds_as_dtype_says_and_momentum_does_not():
     assert abs(exact.max() - rounded.max()) < 0.1
 
 
-def test_muon_clips_each_group_by_its_own_norm(float64):
-    """A large gradient of the embedding does not shrink the matrices'; theirs comes to norm 1."""
+def arrays_by_name(tree):
+    """{name: array} of a tree of parameters."""
+    named = jax.tree_util.tree_leaves_with_path(tree)
+    return {path[-1].key: np.asarray(a) for path, a in named}
+
+
+def clipped_together(clip, params):
+    """{name: names of the arrays that a clip scales down when that array's gradient is large}."""
+    together = {}
+    for large in arrays_by_name(params):
+
+        def number(name, large=large):
+            return 1e3 if name == large else 1e-3
+
+        grad = jax.tree.map(jnp.full_like, params, optimizers.map_names(number, params))
+        clipped, _ = clip.update(grad, clip.init(params))
+        before, after = arrays_by_name(grad), arrays_by_name(clipped)
+        together[large] = {name for name in before if np.all(after[name] < before[name])}
+        kept = {name for name in before if np.all(after[name] == before[name])}
+        assert kept | together[large] == set(before)
+        norm = np.sqrt(sum((after[name] ** 2).sum() for name in together[large]))
+        np.testing.assert_allclose(norm, 1, rtol=1e-5)
+    return together
+
+
+@pytest.mark.parametrize("network", [TOY, TWELVE], ids=["two layers", "twelve layers"])
+def test_muon_clips_embedding_with_head_and_the_blocks_with_every_norm(network):
+    """A large gradient shrinks those of its part, to norm 1, and no others; each is in one part."""
+    params = random_params(network)
+    found = clipped_together(optimizers.clip_ends_apart(1.0), params)
+    ends = {"embedding", "head"}
+    blocks = {*params["blocks"], "final_norm"}
+    assert found == dict.fromkeys(ends, ends) | dict.fromkeys(blocks, blocks)
+
+
+def test_adamw_and_soap_clip_all_parameters_together():
     params = random_params(TOY)
-    grad = jax.tree.map(lambda a: 1e-3 * jnp.ones_like(a), params)
-    large_embedding = grad | {"embedding": 1e6 * grad["embedding"]}
-    large_blocks = grad | {"blocks": jax.tree.map(lambda a: 1e6 * a, grad["blocks"])}
-    momenta = []
-    for g in (grad, large_embedding, large_blocks):
-        _, state = steps_of(optimizers.muon(0.1, 0.95, 0.0, 1.0), params, [g])
-        momenta.append(state.inner_states["muon"])
-    assert_same(momenta[0], momenta[1])
-    arrays = [a for a in jax.tree.leaves(momenta[2]) if a.ndim == 3]
-    norm = np.sqrt(sum((a**2).sum() for a in arrays))
-    np.testing.assert_allclose(norm, 1 - 0.95, rtol=1e-9)
+    names = set(arrays_by_name(params))
+    found = clipped_together(optimizers.clip_by_norm(1.0), params)
+    assert found == dict.fromkeys(names, names)
 
 
 # ---- SOAP ----------------------------------------------------------------------------------------

@@ -31,6 +31,8 @@ import gn_cg
 import gn_prox
 import layerwise_gn
 import model
+import optimizers
+from line_search import between, line_search
 
 NETWORKS = 4
 
@@ -129,6 +131,10 @@ def plus(a, b, scale=1.0):
 
 def zero(c):
     return jax.tree.map(jnp.zeros_like, c.theta)
+
+
+def ones(c):
+    return jax.tree.map(jnp.ones_like, c.theta)
 
 
 def same(a, b, tolerance=1e-9, size=0.0):
@@ -344,10 +350,10 @@ METHODS = {"full": gn, "prox": gn_prox, "layerwise": layerwise_gn}
 def damped(c, theta, method, damping):
     """The loss that an inner step of a method at θ reports, and the gradient that it descends."""
     cls = layerwise_gn.Config if method is layerwise_gn else gn.Config
-    config = cls(c.network, 1, 1, inner="sgd", lr=1.0, damping=damping)
+    config = cls(c.network, 1, 1, inner="sgd", lr=1.0, damping=damping, clip=0.0)
     state = gn.init(c.theta, config)._replace(theta=kept(theta))
     after = gn.inner_step(state, c.tokens, config, method.value_and_grad)
-    return float(after.inner_loss), flat(theta) - flat(after.theta)
+    return float(after.inner_losses[0]), flat(theta) - flat(after.theta)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -515,8 +521,7 @@ def test_layerwise_is_the_diagonal_blocks(objective, c):
     """
     loss = value_of(c, zero(c), objective)
     total, grad, members = loss, 0.0, 0.0
-    everything = jax.tree.map(jnp.ones_like, c.theta)
-    for is_in_layer, delta_l in zip(layers(everything), layers(c.delta), strict=True):
+    for is_in_layer, delta_l in zip(layers(ones(c)), layers(c.delta), strict=True):
         value_l, grad_l = value_and_grad(c, delta_l, objective)
         total += value_l - loss
         grad += flat(is_in_layer) * grad_l
@@ -542,19 +547,47 @@ def test_line_search_is_never_worse_than_its_grid_and_guarded_stays_finite(c, le
     end = plus(c.theta, c.delta, length)
     if bad is not None:
         end["head"] = end["head"].at[0, 0].set(bad)
-    alpha = float(gn.line_search(c.theta, end, lambda k: c.tokens, config))
+    alpha, losses = line_search(c.theta, end, lambda k: c.tokens, config)
     if bad is not None:
         assert alpha == (0 if guard else 1)
         return
 
     def loss_at(alpha):
-        return expected(c._replace(theta=gn.between(c.theta, end, alpha))).L
+        return expected(c._replace(theta=between(c.theta, end, alpha))).L
 
     grid = [2 ** (-i / 2) for i in range(5)]
     if guard:
         grid = [0.0, *grid]
-    assert alpha in grid
-    assert loss_at(alpha) <= min(loss_at(a) for a in grid) + 1e-12
+    assert float(alpha) in grid
+    true_losses = [loss_at(a) for a in grid]
+    same(list(losses.values()), true_losses, tolerance=1e-10)
+    assert loss_at(alpha) <= min(true_losses) + 1e-12
+
+
+@settings(max_examples=20)
+@given(c=cases([0, 3]), limit=st.floats(1e-3, 10))
+def test_a_clip_shortens_each_part_to_the_limit_and_does_nothing_twice(c, limit):
+    """A part keeps its direction and gets the length min(norm, limit). Then it stays as it is.
+
+    The parts are the layers, or embedding with head and the rest, or everything.
+    """
+    nothing = jax.tree.map(jnp.zeros_like, c.theta)
+    ends = c.delta | {"blocks": nothing["blocks"], "final_norm": nothing["final_norm"]}
+    inside = plus(c.delta, ends, -1)
+    each_layer = [jax.tree.map(jnp.multiply, layer, c.delta) for layer in layers(ones(c))]
+    for make, parts in (
+        (layerwise_gn.clip_layers, each_layer),
+        (optimizers.clip_ends_apart, [ends, inside]),
+        (optimizers.clip_by_norm, [c.delta]),
+    ):
+        rule = make(limit)
+        clipped, state = rule.update(c.delta, rule.init(c.delta))
+        expected = 0.0
+        for part in map(flat, parts):
+            expected += part * min(1, limit / np.linalg.norm(part))
+        same(clipped, expected, tolerance=1e-12)
+        again, _ = rule.update(clipped, state)
+        same(again, clipped, tolerance=1e-12)
 
 
 # ---- a network that is no LLaMA ------------------------------------------------------------------

@@ -17,6 +17,7 @@ from jax import export
 import baselines
 import gn
 import gn_cg
+import line_search
 import model
 import sample
 import train
@@ -67,7 +68,7 @@ def test_every_program_of_a_method_can_be_lowered_for_a_tpu(name):
 def test_what_methods_share_can_be_lowered_for_a_tpu():
     """The line search, the evaluation, and the draw of sample.py."""
     config = gn.Config(NETWORK, 2, 3)
-    search = lowered(gn.losses, PARAMS, PARAMS, jnp.ones(3), TOKENS, config)
+    search = lowered(line_search.losses, PARAMS, PARAMS, jnp.ones(3), TOKENS, config)
     loss = lowered(train.loss, NETWORK, PARAMS, TOKENS)
     window = TOKENS[:1, :-1]
     draw = lowered(sample.draw, NETWORK, PARAMS, window, 3, jax.random.key(0))
