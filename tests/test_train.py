@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import AS_A_USER, SEARCH, SMALL, assert_same, everything, rows, run, without_time
+from hypothesis import given
+from hypothesis import strategies as st
 
 import baselines
 import data
@@ -502,6 +504,26 @@ def test_a_target_alone_ends_no_run_whose_learning_rate_needs_a_length(here, cap
         "train.py: --target-loss needs --steps or --tokens beside it, as the learning rate "
         f"depends on the length of the run ({tie})\n"
     )
+
+
+@given(
+    st.sampled_from([*gn.SCHEDULES]),
+    st.sampled_from([*baselines.SCHEDULES]),
+    st.sampled_from([0.0, 0.2]),
+    st.integers(1, 5),
+    st.integers(0, 9),
+    st.integers(0, 4),
+)
+def test_depends_on_length_is_what_the_learning_rate_does(gn_schedule, schedule, warmup, N, t, k):
+    """Where it is false, runs of 10, 11 and endlessly many steps have the same learning rates."""
+    rates = {"gn": [], "muon": []}
+    for steps in (10, 11, train.NO_END):
+        settings = gn.Config(model.Config(), N, steps, schedule=gn_schedule, warmup=warmup)
+        rates["gn"].append(float(gn.learning_rate(t, min(k, N - 1), settings)))
+        muon = baselines.Muon(model.Config(), N, steps, schedule=schedule, warmup=warmup)
+        rates["muon"].append(float(baselines.learning_rate(t, muon)))
+    for name, config in {"gn": settings, "muon": muon}.items():
+        assert config.depends_on_length or len(set(rates[name])) == 1
 
 
 def test_a_method_that_does_not_say_whether_it_depends_on_its_length_does():

@@ -626,7 +626,7 @@ FREE = {  # runs whose learning rate does not depend on their length
     "muon": MUON,
     "gn": ["--method", "gn", "--schedule", "constant+inner cosine"],
     "prox": ["--method", "gn_prox", "--schedule", "constant"],
-    "cg": ["--method", "gn_cg"],
+    "cg": ["--method", "gn_cg", "--cg-steps", "2"],
 }
 
 
@@ -648,7 +648,7 @@ def test_a_run_that_is_lengthened_equals_one_in_one_go(here, capsys, name):
     assert_same(everything("r"), everything("whole"))
     assert [row["step"] for row in rows("r")] == [0, 2, 3, 5]
     assert without_time(row for row in rows("r") if row["step"] != 2) == without_time(rows("whole"))
-    assert saved_config("r") | {"out": "whole"} == saved_config("whole")
+    assert saved_config("r") == saved_config("whole")
 
 
 def test_a_command_for_fewer_steps_than_a_run_has_changes_nothing(here, capsys):

@@ -127,6 +127,19 @@ def test_a_line_comes_every_minute_and_not_more_often(monkeypatch, capsys):
     assert len(lines) == 3
 
 
+def test_a_bar_without_an_end_says_how_much_was_read(monkeypatch, capsys):
+    """As of a run that ends at its target."""
+    now = 1000.0
+    monkeypatch.setattr("tqdm.std.time", lambda: now)
+    shown = progress.Progress(inner_tokens=64)
+    with shown.bar("gn", None):
+        for _ in range(100):
+            shown.advance("inner batches")
+            now += 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"gn, inner batches: \d[.\d]*k tokens, [.\d]+tok/s", line)
+
+
 def test_conjugate_gradients_that_end_early_move_the_bar_to_the_end_of_their_step(
     here, monkeypatch
 ):
