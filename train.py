@@ -312,6 +312,7 @@ def configure(argv, home=None):
 
     ids = tokenizer(config.tokenizer, values["vocab_size"])
     values["vocab_size"] = ids.vocab_size
+    config = replace(config, tokenizer=ids.flag)  # a file with its digest, which sample.py needs
     network = model.Config(**pick(values, model.Config))
     network.check()
     parameters = model.size(network)
@@ -666,7 +667,7 @@ def train(session, state, rows):
 
     t0 = int(state.t)
     total = None if config.steps is None else config.steps * run.step_work
-    done = t0 * run.step_work + run.passes * int(state.k)
+    done = t0 * run.step_work + int(state.k)
     with session.progress.bar(config.method, total, done):
         for t in range(t0, run.last_step + 1):  # the last round only records
             last = t == run.last_step
@@ -724,7 +725,7 @@ def outer_step(session, state, t, before):
     first = run.warmup_batches + t * run.step_batches
     batches = session.batches(first, "inner batches")
     fresh = session.batches(first + run.settings.inner_steps, "line search")
-    with session.progress.bar(f"step {t + 1}", run.step_work, run.passes * int(state.k)):
+    with session.progress.bar(f"step {t + 1}", run.step_work, int(state.k)):
         state, metrics = run.method.update(state, batches, fresh, run.settings, session.saver.watch)
         jax.block_until_ready(state)
     seconds = time.perf_counter() - start
