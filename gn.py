@@ -127,8 +127,8 @@ class State(NamedTuple):
     opt: Any  # state of the inner optimizer
     t: jax.Array  # outer steps done
     k: jax.Array  # inner steps done of the current outer step
-    losses: jax.Array  # ℓ at θ_t on the batch of each of these inner steps; zeros for those to come
-    inner_losses: jax.Array  # L2 at θ before each of these inner steps, on the same batches
+    losses: jax.Array  # ℓ at θ_t on the tokens of each inner step, [loop_steps]; 0 at those to come
+    inner_losses: jax.Array  # L2 at the inner iterate θ that each of them began with, the same way
 
 
 def init(params, config):

@@ -25,6 +25,9 @@ from runtime import parallel
 # ---- which parameters are treated alike ----------------------------------------------------------
 
 
+ENDS = ("embedding", "head")  # the first and the last matrix, which are in no block
+
+
 def map_names(f, params):
     """The tree of f(name) for each parameter, by its own name in the nested dict."""
     return jax.tree_util.tree_map_with_path(lambda path, _: f(path[-1].key), params)
@@ -37,11 +40,9 @@ def groups(params):
     """
 
     def group(name):
-        if name in model.MATRICES:
-            return "matrices"
-        if name in ("embedding", "head"):
+        if name in ENDS:
             return name
-        return "vectors"
+        return "matrices" if name in model.MATRICES else "vectors"
 
     return map_names(group, params)
 
@@ -55,10 +56,11 @@ def is_matrix(params):
 def norms_of_step(theta0, theta):
     """‖θ - θ_t‖ over each group of parameters: {"norm_matrices": number, ..}."""
     delta = jax.tree.map(jnp.subtract, theta, theta0)
+    group_of_each = jax.tree.leaves(groups(delta))
     arrays = {}
-    for group, a in zip(jax.tree.leaves(groups(delta)), jax.tree.leaves(delta), strict=True):
-        arrays.setdefault(f"norm_{group}", []).append(a)
-    return {name: optax.tree.norm(of_group) for name, of_group in arrays.items()}
+    for group, a in zip(group_of_each, jax.tree.leaves(delta), strict=True):
+        arrays.setdefault(group, []).append(a)
+    return {f"norm_{group}": optax.tree.norm(members) for group, members in arrays.items()}
 
 
 # ---- AdamW and Muon ------------------------------------------------------------------------------
@@ -70,15 +72,13 @@ def clip_by_norm(limit):
 
 
 def clip_ends_apart(limit):
-    """The same of two parts, each by its own norm: embedding and head, and all that is between."""
+    """The same of two parts, each by its own norm: embedding with head, and all that is between."""
 
-    def label(name):
-        if name in ("embedding", "head"):
-            return "ends"
-        return "between"
+    def part(name):
+        return "ends" if name in ENDS else "between"
 
     clip = clip_by_norm(limit)
-    return optax.partition({"ends": clip, "between": clip}, partial(map_names, label))
+    return optax.partition({"ends": clip, "between": clip}, partial(map_names, part))
 
 
 def adamw(lr, b1, b2, weight_decay, clip):
