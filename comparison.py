@@ -184,7 +184,7 @@ def fill_in(config):
     if method not in METHODS:
         raise ValueError(f"there is no method {method!r}")
     defaults = {name: flag.default for name, flag in fields_of_all(method).items()}
-    run = {"schedule": None} | defaults | config
+    run = defaults | config
     for name in ("batch", "inner_batch", "context"):
         run[name] = check_count(name, run[name])
     if run["steps"] is not None:
@@ -192,7 +192,7 @@ def fill_in(config):
     for name in ("lr", "warmup", "inner_warmup", "warmup_steps", "target_loss"):
         run[name] = check_number(name, run.get(name) or 0)
     run["seed"] = int(run["seed"])
-    if run["schedule"] not in SCHEDULES:
+    if run.get("schedule") not in SCHEDULES:
         run["schedule"] = None  # of a method of one's own
 
     # The warm-up used to be a fraction of the tokens.

@@ -173,7 +173,9 @@ def draw_losses(ax, table, x, target=None):
 
 def draw_target(ax, x, target):
     """A dotted line at the target loss, as far as the values x reach."""
-    ends = [x[x > 0].min(), x.max()] if ax.get_xscale() == "log" else [x.min(), x.max()]
+    if ax.get_xscale() == "log":
+        x = x[x > 0]
+    ends = [x.min(), x.max()]
     ax.plot(ends, [target, target], ":", color="grey", label=f"target {target:g}")
 
 
@@ -379,12 +381,13 @@ def find_last_y(line):
 
 def lay_out(figure):
     """Makes a figure as large as its panels and their labels need, and puts the panels in place."""
-    lines = []
+    height = AXES_HEIGHT
+    rooms = []
     for ax in figure.axes:
-        labels = [line.get_label() for line in ax.lines]
-        lines.append("\n".join(labels).split("\n"))
-    height = max([AXES_HEIGHT] + [LINE_HEIGHT * len(words) for words in lines])
-    rooms = [max([LABEL_ROOM] + [LETTER_WIDTH * len(word) for word in words]) for words in lines]
+        labels = "\n".join(line.get_label() for line in ax.lines)
+        lines = labels.split("\n")
+        height = max(height, LINE_HEIGHT * len(lines))
+        rooms.append(max(LABEL_ROOM, LETTER_WIDTH * max(map(len, lines))))
 
     width = sum(LEFT + AXES_WIDTH + room for room in rooms)
     figure.set_size_inches(width, BELOW + height + ABOVE)

@@ -1,4 +1,4 @@
-"""The figures: which are drawn of which runs, that they show the logs' numbers, what is refused."""
+"""The figures: which are drawn of which runs, and that they show the numbers of the logs."""
 
 import json
 import subprocess
@@ -8,70 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import AS_A_USER
+from logs import METHODS, SEARCHES, Run
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
+import comparison
 import plot
 import train
 
-FAMILY = ["gn", "gn_prox", "layerwise_gn"]
-SEARCHES = ["gn", "layerwise_gn"]  # the methods with a line search
-METHODS = [*FAMILY, "adamw", "muon", "soap"]
-
-
-class Run:
-    """A run folder, whose loss at step t is 2 + 3 (1 + t)^-speed + seed / 100.
-
-    folder: its name; losses: one for each evaluation.
-    """
-
-    def __init__(self, path, method="gn", batch=4096, speed=0.5, seed=0, steps=8, every=1, **more):
-        number = len(list(path.iterdir()))
-        folder = path / f"{method}-{batch}-{number}"
-        folder.mkdir()
-        flags = {"method": method, "model": "tiny", "data": "stdlib", "tokenizer": "bytes"}
-        flags |= {"batch": batch, "inner_batch": 8, "context": 128, "steps": steps, "out": None}
-        flags |= {"lr": speed, "warmup": 0.0, "seed": seed, "schedule": "cosine"}
-        if method in FAMILY:
-            flags |= {"schedule": "global cosine", "inner_warmup": 0.0}
-        text = json.dumps({"config": flags | more, "about": {}})
-        (folder / "config.json").write_text(text)
-
-        rows = []
-        for t in range(0, steps + 1, every):
-            loss = 2 + 3 * (1 + t) ** -speed + seed / 100
-            row = {"step": t, "tokens": 1000 + t * batch, "val_loss": loss, "alpha": None}
-            if method in SEARCHES and t > 0:
-                row["alpha"] = [1.0, 0.5, 0.0][t % 3]
-            rows.append(row)
-        self.folder = str(folder)
-        self.losses = [row["val_loss"] for row in rows]
-        self.write(rows)
-
-    def write(self, rows):
-        lines = [json.dumps(row) + "\n" for row in rows]
-        Path(self.folder, "log.jsonl").write_text("".join(lines))
-
-    def rows(self):
-        lines = Path(self.folder, "log.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
-
-    def cut(self, evaluations):
-        """Ends the run early."""
-        self.write(self.rows()[:evaluations])
-        self.losses = self.losses[:evaluations]
-        return self
-
-    def diverge(self):
-        """Ends the run as train.py records that the loss was no number."""
-        *rows, last = self.rows()
-        self.write([*rows, {"step": last["step"], "val_loss": None, "diverged": "the loss is nan"}])
-        return self
-
 
 def draw(*runs, target=None):
-    table = plot.read_runs([run.folder for run in runs])
-    return plot.draw(plot.keep_best(table), target)
+    """{name: Figure} of runs of one task."""
+    table = comparison.read_runs([run.folder for run in runs])
+    at_tokens = comparison.choose_tokens(comparison.compare_at_tokens(table))
+    return plot.draw(at_tokens, comparison.compare_to_targets(table, target))
 
 
 def curves(ax):
@@ -88,11 +38,10 @@ def first_step(run, target):
 
 
 def test_a_curve_is_the_mean_over_seeds_and_its_band_reaches_to_the_extremes(tmp_path):
-    """At the steps that all seeds have, here those of an unfinished one; against tokens too."""
-    runs = [Run(tmp_path, seed=seed) for seed in (0, 1)]
-    runs += [Run(tmp_path, seed=5).cut(7)]
-    expected = np.array([run.losses[:7] for run in runs])
-    steps = np.arange(7)
+    """Against steps, and against tokens."""
+    runs = [Run(tmp_path, seed=seed) for seed in (0, 1, 5)]
+    expected = np.array([run.losses for run in runs])
+    steps = np.arange(9)
     tokens = 1000 + 4096 * steps
     for ax, x in zip(draw(*runs)["loss"].axes, (steps, tokens), strict=True):
         np.testing.assert_array_equal(curves(ax)["Gauss-Newton"][0], x)
@@ -104,7 +53,13 @@ def test_a_curve_is_the_mean_over_seeds_and_its_band_reaches_to_the_extremes(tmp
             np.testing.assert_allclose(y.max(), expected[:, i].max(), rtol=1e-12)
 
 
-def test_the_group_with_the_smallest_loss_is_shown_if_no_run_of_it_diverged(tmp_path):
+def test_a_curve_ends_where_the_first_of_its_seeds_ends(tmp_path):
+    runs = [Run(tmp_path, seed=0).cut(7), Run(tmp_path, seed=1).cut(5)]
+    x, y = curves(draw(*runs)["loss"].axes[0])["Gauss-Newton"]
+    np.testing.assert_allclose(y, np.add(runs[0].losses[:5], runs[1].losses) / 2)
+
+
+def test_the_best_group_is_shown_if_no_run_of_it_diverged(tmp_path):
     """A run that has not begun its log is nothing yet."""
     best = Run(tmp_path, speed=0.7)
     diverged = Run(tmp_path, speed=0.9, seed=1).diverge()
@@ -112,27 +67,7 @@ def test_the_group_with_the_smallest_loss_is_shown_if_no_run_of_it_diverged(tmp_
     others += [Run(tmp_path, speed=0.8).cut(0)]
     x, y = curves(draw(*others, best)["loss"].axes[0])["Gauss-Newton"]
     np.testing.assert_allclose(y, best.losses)
-    for runs in ([diverged], others[-1:]):
-        with pytest.raises(ValueError, match="none of these runs"):
-            draw(*runs)
-
-
-def test_an_unfinished_run_is_shown_only_if_there_is_no_other(tmp_path):
-    done = Run(tmp_path, speed=0.4)
-    better = Run(tmp_path, speed=0.9).cut(8)
-    reached = Run(tmp_path, speed=0.6, target_loss=2.9).cut(8)  # --target-loss ended it
-    cases = [([done, better], done), ([better], better), ([done, reached], reached)]
-    for runs, shown in cases:
-        x, y = curves(draw(*runs)["loss"].axes[0])["Gauss-Newton"]
-        np.testing.assert_allclose(y, shown.losses)
-
-
-def test_a_run_that_is_given_twice_counts_once(tmp_path):
-    """As it stands in the later folder."""
-    runs = [Run(tmp_path, seed=0), Run(tmp_path, seed=1), Run(tmp_path, seed=1).cut(5)]
-    x, y = curves(draw(*runs)["loss"].axes[0])["Gauss-Newton"]
-    expected = np.add(runs[0].losses[:5], runs[1].losses[:5]) / 2
-    np.testing.assert_allclose(y, expected)
+    assert draw(diverged) == {}
 
 
 def test_the_batch_is_the_largest_that_most_methods_have(tmp_path):
@@ -154,19 +89,18 @@ def test_the_batch_is_the_largest_that_most_methods_have(tmp_path):
 
 
 def test_steps_are_logarithmic_where_methods_take_very_different_ones(tmp_path):
-    runs = [Run(tmp_path), Run(tmp_path, "adamw"), Run(tmp_path, "muon", steps=100)]
-    assert draw(*runs[:2])["loss"].axes[0].get_xscale() == "linear"
-    ax = draw(*runs)["loss"].axes[0]
+    runs = [Run(tmp_path), Run(tmp_path, "adamw"), Run(tmp_path, "muon", steps=100, batch=256)]
+    assert draw(*runs[:2], target=2)["loss_to_2"].axes[0].get_xscale() == "linear"
+    ax = draw(*runs, target=2)["loss_to_2"].axes[0]
     assert ax.get_xscale() == "log" and ax.get_xlim()[0] > 0.1
 
 
 def test_final_loss_and_steps_to_the_target_against_batch(tmp_path):
     """A step counts where its loss was measured, never between; the dotted line is as it says."""
-    gn = [Run(tmp_path, "gn", 2048, speed=0.9, steps=12, every=2)]
-    gn += [Run(tmp_path, "gn", 4096, speed=0.7, steps=12, every=2)]
-    gn += [Run(tmp_path, "gn", 8192, speed=0.1, steps=12, every=2)]
-    muon = [Run(tmp_path, "muon", 2048, speed=0.7, steps=12)]
-    muon += [Run(tmp_path, "muon", 8192, speed=0.6, steps=12)]
+    gn = [Run(tmp_path, "gn", 2048, speed=0.7, every=2)]
+    gn += [Run(tmp_path, "gn", 4096, speed=0.9, every=2)]
+    gn += [Run(tmp_path, "gn", 8192, speed=0.1, every=2)]
+    muon = [Run(tmp_path, "muon", 2048, speed=0.6), Run(tmp_path, "muon", 8192)]
     left, right = draw(*gn, *muon, target=2.6)["batch"].axes
     final = curves(left)
     steps = curves(right)
@@ -175,11 +109,11 @@ def test_final_loss_and_steps_to_the_target_against_batch(tmp_path):
     np.testing.assert_array_equal(final["Muon"][0], [2048, 8192])
     np.testing.assert_allclose(final["Muon"][1], [run.losses[-1] for run in muon])
 
-    assert [2 * first_step(run, 2.6) for run in gn[:2]] == [6, 10]
-    assert first_step(muon[0], 2.6) == 9
-    np.testing.assert_array_equal(steps["Gauss-Newton"], [[2048, 4096], [6, 10]])
-    np.testing.assert_array_equal(steps["Muon"], [[2048], [9]])
-    np.testing.assert_allclose(steps["optimal scaling"], [[2048, 8192], [6, 1.5]])
+    assert [2 * first_step(run, 2.6) for run in gn[:2]] == [10, 6]
+    assert first_step(muon[0], 2.6) == 14
+    np.testing.assert_array_equal(steps["Gauss-Newton"], [[2048, 4096], [10, 6]])
+    np.testing.assert_array_equal(steps["Muon"], [[2048], [14]])
+    np.testing.assert_allclose(steps["optimal scaling"], [[2048, 8192], [10, 2.5]])
 
     by_default = curves(draw(*gn, *muon)["batch"].axes[1])
     assert {"Gauss-Newton", "Muon"} <= {*by_default}
@@ -190,13 +124,14 @@ def test_steps_to_the_target_are_each_seeds_own(tmp_path):
 
     Here --target-loss ended the runs of the smaller batch, at different steps.
     """
-    small = [Run(tmp_path, batch=4096, steps=20, seed=seed) for seed in (0, 1)]
-    large = [Run(tmp_path, batch=8192, steps=20, seed=seed) for seed in (0, 60)]
+    target = {"steps": 20, "target_loss": 3.0}
+    small = [Run(tmp_path, batch=4096, seed=seed, **target) for seed in (0, 1)]
+    large = [Run(tmp_path, batch=8192, seed=seed, **target) for seed in (0, 60)]
     steps = [first_step(run, 3.0) for run in small]
     assert steps[0] < steps[1] and min(large[1].losses) > 3.0
     for run, step in zip(small, steps, strict=True):
         run.cut(step + 1)
-    drawn = curves(draw(*small, *large, target=3.0)["batch"].axes[1])
+    drawn = curves(draw(*small, *large)["batch"].axes[0])
     np.testing.assert_array_equal(drawn["Gauss-Newton"], [[4096], [np.mean(steps)]])
 
 
@@ -214,6 +149,7 @@ def test_gauss_newton_beside_its_variants(tmp_path):
     """Against steps, or against batch where one of them has several."""
     runs = [Run(tmp_path, method) for method in METHODS]
     axes = draw(*runs)["methods"].axes
+    assert len(axes) == 2
     assert {*curves(axes[0])} == {"Gauss-Newton", "layerwise GN"}
     assert {*curves(axes[1])} == {"Gauss-Newton", "GN-prox-linear"}
     assert axes[0].get_xlabel() == "outer steps"
@@ -245,6 +181,88 @@ def test_step_sizes_are_those_of_the_line_search_and_crosses_are_refused_ones(tm
     assert max(drawn["refused"][1]) < 0.5
 
 
+def test_runs_to_a_target_have_a_figure_for_each_target(tmp_path):
+    """Figure 1: the target is a dotted line, and labels tell the mean of the steps to it."""
+    fixed = Run(tmp_path, speed=0.4)
+    gn = [Run(tmp_path, speed=0.8, target_loss=2.8, steps=99, seed=seed) for seed in (0, 9)]
+    steps = [first_step(run, 2.8) for run in gn]
+    assert steps == [5, 6]
+    for run, step in zip(gn, steps, strict=True):
+        run.cut(step + 1)
+    soap = Run(tmp_path, "soap", 8192, target_loss=2.8, steps=9)
+    other = Run(tmp_path, "soap", target_loss=2.5, steps=40)
+
+    figures = draw(fixed, *gn, soap, other)
+    assert {"loss", "loss_to_2.8", "loss_to_2.5"} <= {*figures}
+    assert [*curves(figures["loss"].axes[0])] == ["Gauss-Newton"]
+    for ax, last in zip(figures["loss_to_2.8"].axes, (9, 74728), strict=True):
+        drawn = curves(ax)
+        labels = ["Gauss-Newton,\nbatch 4.1k,\n5.5 steps", "SOAP,\nbatch 8.19k", "target 2.8"]
+        assert [*drawn] == labels
+        assert len(drawn[labels[0]][0]) == 6  # to step 5, which both seeds have
+        np.testing.assert_array_equal(drawn["target 2.8"][1], [2.8, 2.8])
+        assert max(drawn["target 2.8"][0]) == last
+    assert "SOAP,\n35 steps" in curves(figures["loss_to_2.5"].axes[0])
+
+
+def test_a_target_that_is_given_takes_the_runs_of_every_length_up_to_it(tmp_path):
+    """But for those that stopped before it; figures of fixed tokens stay as they are."""
+    runs = [Run(tmp_path, speed=0.8), Run(tmp_path, "muon", speed=0.9, steps=4)]
+    runs += [Run(tmp_path, "soap", target_loss=2.5, steps=40)]
+    stopped = Run(tmp_path, "adamw", target_loss=3.4, steps=40)
+    figures = draw(*runs, stopped, target=3.0)
+    assert {name for name in figures if name.startswith("loss")} == {"loss", "loss_to_3"}
+    drawn = curves(figures["loss_to_3"].axes[0])
+    for run, title in zip(runs, ("Gauss-Newton", "Muon", "SOAP"), strict=True):
+        step = first_step(run, 3.0)
+        x, y = drawn[f"{title},\n{step} steps"]
+        np.testing.assert_array_equal(x, np.arange(step + 1))
+        np.testing.assert_allclose(y, run.losses[: step + 1])
+    assert len(drawn) == 4
+
+
+def test_of_several_lengths_the_one_that_most_methods_have_is_shown(tmp_path):
+    """Of equals the longest: here 75 steps against 400 of another comparison."""
+    short = [Run(tmp_path, method, steps=75) for method in ("gn", "muon")]
+    long = Run(tmp_path, "gn", steps=400)
+    x, y = curves(draw(*short, long)["loss"].axes[0])["Gauss-Newton"]
+    assert len(x) == 76
+    x, y = curves(draw(short[0], long)["loss"].axes[0])["Gauss-Newton"]
+    assert len(x) == 401
+
+
+def test_settings_of_one_method_side_by_side(tmp_path):
+    """Figure 4: rates, absolute, and losses, under the flags in which they differ."""
+    schedules = ["global cosine", "global+inner cosine", "constant+inner cosine", "constant"]
+    runs = []
+    for i, schedule in enumerate(schedules):
+        for seed in (0, 1):
+            runs.append(Run(tmp_path, speed=0.5 + i / 10, seed=seed, schedule=schedule, lr=0.3))
+    runs += [Run(tmp_path, lr=0.3, schedule="constant", batch=8192), Run(tmp_path, "muon")]
+    figures = draw(*runs)
+    assert [name for name in figures if name.startswith("settings")] == ["settings_gn"]
+    rates, losses = map(curves, figures["settings_gn"].axes)
+    labels = [f"schedule {schedule}" for schedule in schedules]
+    assert {*rates} == {*losses} == {*labels}
+    x = np.arange(32) / 4
+    half_cosine = 0.3 * (1 + np.cos(np.pi * x / 8)) / 2
+    np.testing.assert_allclose(rates[labels[0]], [x, half_cosine], atol=1e-6)
+    np.testing.assert_allclose(rates[labels[3]], [x, np.full(32, 0.3)], atol=1e-6)
+    for i, label in enumerate(labels):
+        pair = runs[2 * i : 2 * i + 2]
+        np.testing.assert_allclose(losses[label][1], np.mean([run.losses for run in pair], 0))
+
+
+def test_any_number_of_settings_have_different_looks_and_the_best_are_shown(tmp_path, capsys):
+    """Where only the learning rate differs, the labels are that; no rates without a schedule."""
+    runs = [Run(tmp_path, "adamw", speed=0.1 + i / 100, schedule=None) for i in range(16)]
+    (ax,) = draw(*runs)["settings_adamw"].axes
+    assert [*curves(ax)] == [f"lr {0.25 - i / 100:g}" for i in range(14)]
+    looks = {(line.get_color(), str(line._dash_pattern), line.get_marker()) for line in ax.lines}
+    assert len(looks) == 14
+    assert "the best 14 of 16 settings of AdamW are drawn" in capsys.readouterr().err
+
+
 def test_every_method_has_a_look_of_its_own():
     looks = [str(plot.LOOKS[method]) for method in train.METHODS]
     assert len({*looks}) == len(looks)
@@ -260,11 +278,14 @@ def test_numbers_are_written_as_the_flags_take_them():
 def test_labels_never_overlap_and_stay_in_the_picture(tmp_path, gap):
     """However near the curves end to each other, and where batches make labels of two lines."""
     runs = []
-    for i, method in enumerate(METHODS):
-        runs.append(Run(tmp_path, method, 1024 * (2 + i), speed=0.5 + gap * i))
+    for i, method in enumerate(train.METHODS):
+        runs.append(Run(tmp_path, method, 1024 * (2 + i), speed=0.5 + gap * i, tokens=32768))
+        runs.append(Run(tmp_path, method, 1024 * (2 + i), speed=0.4 + gap * i, tokens=32768))
         if i % 2:
             runs.append(Run(tmp_path, method, 32768, speed=0.6 + gap * i))
-    for figure in draw(*runs).values():
+    figures = draw(*runs, target=3)
+    assert {"loss", "loss_to_3", "settings_gn", "batch", "methods_to_3"} <= {*figures}
+    for figure in figures.values():
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
         texts = [text for ax in figure.axes for text in ax.texts]
@@ -300,8 +321,11 @@ def test_files_are_written_and_their_paths_printed(tmp_path, capsys):
     assert plot.main(arguments) == 0
     names = ["loss", "schedules", "step_sizes"]
     paths = [out / f"{name}.{kind}" for name in names for kind in ("png", "svg")]
-    assert sorted(out.iterdir()) == paths
-    assert capsys.readouterr().out.split() == [str(path) for path in paths]
+    tables = out / "tables.md"
+    assert sorted(out.iterdir()) == [*paths, tables]
+    printed = capsys.readouterr().out
+    assert printed.startswith(tables.read_text())
+    assert sorted(printed.split()[-7:]) == [str(path) for path in [*paths, tables]]
 
     written = [path.read_bytes() for path in paths]
     assert all(content.startswith(b"\x89PNG") for content in written[::2])
@@ -313,31 +337,77 @@ def test_files_are_written_and_their_paths_printed(tmp_path, capsys):
 def test_bad_input_is_one_line_and_writes_nothing(tmp_path, capsys):
     """Exit status 2; the line names what is wrong."""
     good = Run(tmp_path).folder
-    larger_batch = Run(tmp_path, batch=8192).folder
-    other_model = Run(tmp_path, "adamw", model="45m", d_model=512).folder
-    unknown_method = Run(tmp_path, "sgd").folder
-    broken_config = Run(tmp_path).folder
-    Path(broken_config, "config.json").write_text('{"config": ')
-    broken_log = Run(tmp_path).folder
-    Path(broken_log, "log.jsonl").write_text('{"step": 0, "tok')
-
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "empty").mkdir()
     cases = [
         ([], "runs"),
         ([good, "--frobnicate", "1"], "--frobnicate"),
         ([good, "--target", "low"], "--target"),
-        ([str(tmp_path / "none")], "none"),
-        ([str(tmp_path)], str(tmp_path)),
-        ([good, other_model], "model, d_model"),
-        ([good, broken_config], broken_config),
-        ([unknown_method], "sgd"),
-        ([broken_log], broken_log),
-        ([good, larger_batch, "--target", "0.1"], "0.1"),
+        ([good, "--target", "nan"], "target is nan"),
+        ([good, str(tmp_path / "none")], "none"),
+        ([str(tmp_path / "notes.txt")], "notes.txt"),
+        ([str(tmp_path / "empty" / "..") + "/notes.txt"], "notes.txt"),
     ]
     for arguments, named in cases:
         assert plot.main([*arguments, "--out", str(tmp_path / "out")]) == 2, arguments
         printed = capsys.readouterr()
         assert named in printed.err and printed.err.count("\n") == 1 and not printed.out
         assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_is_drawn_though_it_has_runs_that_cannot_be(tmp_path, capsys):
+    """Damaged ones, one of an unknown method, one that diverged: a line for each kind; status 0."""
+    (tmp_path / "runs").mkdir()
+    Run(tmp_path / "runs")
+    unknown_method = Run(tmp_path / "runs", "sgd").folder
+    broken_config = Run(tmp_path / "runs").folder
+    Path(broken_config, "config.json").write_text('{"config": ')
+    broken_log = Run(tmp_path / "runs").folder
+    Path(broken_log, "log.jsonl").write_text('{"step": 0, "tok')
+    no_batch = Run(tmp_path / "runs", "muon", batch=1024)
+    path = Path(no_batch.folder, "config.json")
+    path.write_text(path.read_text().replace('"batch": 1024', '"batch": -3'))
+    diverged = Run(tmp_path / "runs", "muon").diverge().folder
+    arguments = [str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
+    assert plot.main(arguments) == 0
+    unreadable, gone_wrong = capsys.readouterr().err.splitlines()
+    assert unreadable.startswith("4 runs cannot be read: ")
+    for folder in (unknown_method, broken_config, broken_log, no_batch.folder):
+        assert f"{folder} (" in unreadable
+    assert "no method 'sgd'" in unreadable and "batch is -3" in unreadable
+    assert gone_wrong == f"1 run diverged; only the tables have it: {diverged}"
+    assert (tmp_path / "out" / "loss.png").exists()
+
+    alone = [broken_log, "--out", str(tmp_path / "alone")]
+    assert plot.main(alone) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == "plot.py: there is nothing to draw yet" and len(said) == 2
+    assert not (tmp_path / "alone").exists()
+    assert plot.main([diverged, "--out", str(tmp_path / "diverged")]) == 0
+    assert [path.name for path in (tmp_path / "diverged").iterdir()] == ["tables.md"]
+    assert "diverged" in (tmp_path / "diverged" / "tables.md").read_text()
+
+
+def test_each_kind_of_runs_has_its_folder(tmp_path, capsys):
+    """It has the name of model, text, tokenizer, and if need be a number; what differs is said."""
+    (tmp_path / "runs").mkdir()
+    runs = [Run(tmp_path / "runs"), Run(tmp_path / "runs", "muon")]
+    runs += [Run(tmp_path / "runs", model="45m", d_model=64, data="c4", tokenizer="gpt2")]
+    runs += [Run(tmp_path / "runs", eval_tokens=5), Run(tmp_path / "runs", eval_tokens=6)]
+    runs += [Run(tmp_path / "runs", tokenizer="dir/words.json", data="a/b c.txt")]
+    folders = [run.folder for run in runs]
+    assert plot.main([*folders, "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == (
+        "5 kinds of runs, which differ in model, d_model, tokenizer, held_out, eval_tokens, "
+        "have a folder each\n"
+    )
+    names = ["45m-c4-gpt2", "tiny-b_c.txt-words"]
+    names += ["tiny-stdlib-bytes", "tiny-stdlib-bytes-2", "tiny-stdlib-bytes-3"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    for name in names:
+        assert (tmp_path / "out" / name / "loss.png").exists()
+        assert f"# {name}\n" in printed.out
 
 
 def test_a_picture_that_cannot_be_written_is_a_failure_of_the_machine(
@@ -347,7 +417,7 @@ def test_a_picture_that_cannot_be_written_is_a_failure_of_the_machine(
     (tmp_path / "runs").mkdir()
     (tmp_path / "file").touch()
     run = Run(tmp_path / "runs")
-    monkeypatch.setattr(plot, "read_runs", None)
+    monkeypatch.setattr(comparison, "read_runs", None)
     assert plot.main([run.folder, "--out", str(tmp_path / "file")]) == 1
     printed = capsys.readouterr()
     assert printed.err.startswith("plot.py: ") and printed.err.count("\n") == 1
@@ -384,15 +454,14 @@ def test_what_has_no_row_yet_or_is_no_run_is_left_out_and_said(tmp_path, capsys)
     assert capsys.readouterr().err.splitlines() == said
 
     # One folder below is the same as all that it holds, but for what is no run there.
-    assert {*plot.read_runs([tmp_path / "runs"]).run} == {
-        *plot.read_runs(r.folder for r in runs).run
-    }
+    below = comparison.read_runs([tmp_path / "runs"])
+    assert {*below.run} == {*comparison.read_runs(r.folder for r in runs).run}
     assert capsys.readouterr().err.splitlines() == said[1:]
 
-    assert plot.main([str(begun[1]), "--out", str(tmp_path / "none")]) == 2
+    assert plot.main([str(begun[1]), "--out", str(tmp_path / "none")]) == 0
     assert capsys.readouterr().err.splitlines() == [
         f"1 run has no row yet: {begun[1]}",
-        "plot.py: none of these runs has a loss to show",
+        "plot.py: there is nothing to draw yet",
     ]
     assert not (tmp_path / "none").exists()
 
@@ -418,41 +487,14 @@ def test_figures_are_the_same_whatever_the_shell_says(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert plot.main([run.folder, "--out", str(tmp_path / "plain")]) == 0
     names = [path.name for path in (tmp_path / "plain").iterdir()]
-    assert len(names) == 6
+    assert len(names) == 7
     for name in names:
         content = (tmp_path / "plain" / name).read_bytes()
         assert (tmp_path / "strange" / name).read_bytes() == content
 
 
-def test_a_seed_that_has_just_begun_neither_stops_the_figures_nor_spoils_its_group(tmp_path):
-    """Its loss at step 0 does not count where another seed is finished."""
-    finished = [Run(tmp_path, lr=lr, speed=speed) for lr, speed in ((0.1, 0.5), (0.2, 0.3))]
-    begun = Run(tmp_path, lr=0.1, speed=0.5, seed=1)
-    begun.cut(1)
-    table = plot.keep_best(plot.read_runs([r.folder for r in (*finished, begun)]))
-    assert set(table.lr) == {0.1}
-    assert "loss" in plot.draw(table)
-
-
 def test_runs_that_have_just_begun_are_drawn_without_steps_to_a_target(tmp_path):
-    """But a target that is given, and that no run comes to, is refused."""
-    begun = [Run(tmp_path, batch=batch) for batch in (4096, 8192)]
-    for run in begun:
-        run.cut(1)
-    table = plot.keep_best(plot.read_runs([run.folder for run in begun]))
-    figures = plot.draw(table)
-    assert len(figures["batch"].axes) == 1
-    with pytest.raises(ValueError, match="no run takes a step to come to the target loss 2.5"):
-        plot.draw(table, 2.5)
-
-
-def test_runs_with_one_held_out_text_are_compared(tmp_path):
-    """Though one has more training text than the other, as it is longer."""
-    sides = ({"train": "a", "val": "v"}, {"train": "b", "val": "v"}, {"train": "b", "val": "w"})
-    runs = [
-        Run(tmp_path, method, corpus=side).folder
-        for method, side in zip(("gn", "muon", "soap"), sides, strict=True)
-    ]
-    assert plot.read_runs(runs[:2]).method.nunique() == 2
-    with pytest.raises(ValueError, match="they differ in held_out"):
-        plot.read_runs(runs)
+    """Nor are there any where no run comes to a target that is given."""
+    begun = [Run(tmp_path, batch=batch).cut(1) for batch in (4096, 8192)]
+    assert len(draw(*begun)["batch"].axes) == 1
+    assert len(draw(*begun, target=2.5)["batch"].axes) == 1

@@ -1,0 +1,113 @@
+"""The tables that plot.py prints and writes, from made-up logs."""
+
+import pytest
+from logs import Run
+
+import tables
+from comparison import compare_at_tokens, compare_to_targets, read_runs
+
+
+def read_tables(comparisons):
+    """{title: lines}, each line a dict {column: cell}, of the Markdown of some Comparisons."""
+    found = {}
+    for text in tables.tabulate(comparisons).split("## ")[1:]:
+        title, header, rule, *rows = [line for line in text.splitlines() if line]
+        assert len({len(line) for line in (header, rule, *rows)}) == 1  # columns are aligned
+        assert set(rule) <= set("|-: ")
+        columns = split_cells(header)
+        found[title] = [dict(zip(columns, split_cells(row), strict=True)) for row in rows]
+    return found
+
+
+def split_cells(line):
+    assert line.startswith("| ") and line.endswith(" |")
+    return [cell.strip() for cell in line[1:-1].split("|")]
+
+
+def end_at(run, step, loss=2.9):
+    """Makes a run come to a loss at a step, its first evaluation after the warm-up."""
+    rows = [{"step": 0, "tokens": 1000, "val_loss": 4.0}]
+    rows += [{"step": step, "tokens": 1000 + 5000 * step, "val_loss": loss}]
+    run.write(rows)
+    return run
+
+
+def test_iteration_complexity_is_the_papers_ratio_to_gauss_newton(tmp_path):
+    """54, 78 and 292 steps at batches of their own: 1.44 and 5.41 times as many (Section 6.1.1)."""
+    runs = []
+    steps = {"gn": (8192, 54), "layerwise_gn": (4096, 78), "soap": (8192, 292), "adamw": (2048, 9)}
+    for method, (batch, step) in steps.items():
+        run = Run(tmp_path, method, batch, target_loss=3.0, steps=400, lr=0.1)
+        runs.append(end_at(run, step, loss=3.5 if method == "adamw" else 2.9))
+    worse = end_at(Run(tmp_path, "gn", 8192, target_loss=3.0, steps=400, lr=0.2, seed=0), 60)
+    second = end_at(Run(tmp_path, "soap", 8192, target_loss=3.0, steps=400, lr=0.1, seed=1), 293)
+    table = read_runs([run.folder for run in (*runs, worse, second)])
+    found = read_tables(compare_to_targets(table))
+
+    assert [*found] == ["Steps to loss 3", "Settings of Gauss-Newton to loss 3"]
+    lines = found["Steps to loss 3"]
+    assert [line["method"] for line in lines] == ["Gauss-Newton", "layerwise GN", "AdamW", "SOAP"]
+    assert [line["steps / GN's"] for line in lines] == ["1", "1.44", "-", "5.42"]
+    assert [line["steps"] for line in lines] == ["54", "78", "unfinished", "292.5"]
+    assert [line["of each seed"] for line in lines] == ["54", "78", "-", "292, 293"]
+    assert [line["setting"] for line in lines] == ["lr 0.1", "-", "-", "-"]
+    assert [line["tokens read"] for line in lines] == ["271k", "391k", "-", "1.46m"]
+    assert [line["batch"] for line in lines] == ["8.19k", "4.1k", "2.05k", "8.19k"]
+    settings = found["Settings of Gauss-Newton to loss 3"]
+    assert [line["setting"] for line in settings] == ["lr 0.1", "lr 0.2"]
+    assert [line["steps"] for line in settings] == ["54", "60"]
+
+
+def test_a_run_that_ends_before_its_target_has_not_reached_it(tmp_path):
+    runs = [Run(tmp_path, speed=0.5, target_loss=2.5, seed=seed) for seed in (0, 1)]
+    runs += [Run(tmp_path, "muon", speed=0.9, target_loss=2.5, seed=seed) for seed in (0, 30)]
+    table = read_runs([run.folder for run in runs])
+    lines = read_tables(compare_to_targets(table))["Steps to loss 2.5"]
+    assert [line["steps"] for line in lines] == ["not reached", "not reached"]
+    assert [line["of each seed"] for line in lines] == ["-, -", "7, -"]
+    assert [line["steps / GN's"] for line in lines] == ["-", "-"]
+
+
+def test_final_losses_have_the_mean_and_the_extremes_over_seeds(tmp_path):
+    runs = [Run(tmp_path, seed=seed, lr=0.1) for seed in (0, 3)] + [Run(tmp_path, "muon")]
+    runs += [Run(tmp_path, "adamw").diverge(), Run(tmp_path, "soap").cut(4)]
+    table = read_runs([run.folder for run in runs])
+    found = read_tables(compare_at_tokens(table))
+    assert [*found] == ["Losses after 32.8k tokens"]
+    gn, adamw, muon, soap = found["Losses after 32.8k tokens"]
+    first, second = (run.losses[-1] for run in runs[:2])
+    assert gn == {
+        "method": "Gauss-Newton",
+        "batch": "4.1k",
+        "setting": "-",
+        "loss": f"{(first + second) / 2:.4f}",
+        "lowest": f"{first:.4f}",
+        "highest": f"{second:.4f}",
+        "seeds": "2",
+        "outer steps": "8",
+        "tokens read": "33.8k",
+    }
+    assert [muon["loss"], muon["lowest"]] == [f"{first:.4f}", "-"]
+    assert [adamw["loss"], adamw["lowest"]] == ["diverged", "-"]
+    assert soap["loss"] == f"{runs[-1].losses[-1]:.4f} at step 3, unfinished"
+
+
+def test_a_grid_has_all_settings_of_each_batch_the_best_first(tmp_path):
+    runs = []
+    for batch in (8192, 4096):
+        for lr, speed in ((0.1, 0.3), (0.2, 0.6), (0.3, 0.5)):
+            runs.append(Run(tmp_path, "soap", batch, speed=speed, lr=lr))
+    runs.append(Run(tmp_path, "soap", 4096, lr=0.9).diverge())
+    table = read_runs([run.folder for run in runs])
+    lines = read_tables(compare_at_tokens(table))["Settings of SOAP after 32.8k tokens"]
+    assert [line["batch"] for line in lines] == ["4.1k"] * 4 + ["8.19k"] * 3
+    order = ["lr 0.2", "lr 0.3", "lr 0.1"]
+    assert [line["setting"] for line in lines] == [*order, "lr 0.9", *order]
+    assert [line["loss"] for line in lines].count("diverged") == 1
+
+
+@pytest.mark.parametrize(
+    "number, text", [(54.0, "54"), (5.5, "5.5"), (16 / 3, "5.33"), (120, "120"), (1e4, "10000")]
+)
+def test_numbers_are_short(number, text):
+    assert tables.format_number(number) == text
