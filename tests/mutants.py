@@ -452,7 +452,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("train.py", "a number of a method that is not in the log", "row = dict.fromkeys(ROW) | metrics", "row = dict.fromkeys(ROW) | {name: metrics.get(name) for name in ROW}"),
     ("train.py", "the dtype of a CPU everywhere", 'values["dtype"] = choice.default_dtype()', 'values["dtype"] = "float32"'),
     ("train.py", "a folder in use ends the grid", '            results.append("in use")\n', "            raise\n"),
-    ("train.py", "a resumed bar begins at the step before", 'done = t0 * run.step_work + run.passes * int(state.k)', 'done = t0 * run.step_work'),
+    ("train.py", "a resumed bar begins at the step before", 'done = t0 * run.step_work + int(state.k)', 'done = t0 * run.step_work'),
     ("train.py", "a tuned warm-up in place of the given one", 'if "warmup" in given and "warmup_steps" in values:', "if False:"),
     ("train.py", "flags of other methods are unknown", "if flag not in valid}", "if flag in valid}"),
     ("train.py", "line-search tokens in other units", '["inner_tokens"] = config.inner_batch * network.context', '["inner_tokens"] = config.inner_batch'),
