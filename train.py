@@ -291,12 +291,10 @@ def parse(argv):
         values["warmup_steps"] = 0
     values |= given
 
-    # How long the run is: only what is given counts, before the model's default.
-    if "steps" in given:
-        values["tokens"] = None
-    elif "tokens" in given:
+    # The model's default length counts only where nothing that is given says when the run ends.
+    if "tokens" in given and "steps" not in given:
         values["steps"] = None
-    elif "target_loss" in given:
+    elif "target_loss" in given and "steps" not in given:
         values |= {"steps": None, "tokens": None}
     return values, given
 
@@ -366,16 +364,18 @@ def work_out(config, network, parameters):
     inner_tokens = config.inner_batch * network.context
     inner_steps = max(1, round(config.batch / inner_tokens))
     batch = inner_steps * inner_tokens
-    steps = config.steps
-    if config.tokens:
-        steps = max(1, round(config.tokens / batch))
+    steps, tokens = config.steps, config.tokens
+    if steps:
+        tokens = None  # the steps count
+    elif tokens:
+        steps = max(1, round(tokens / batch))
     warmup_tokens = config.warmup_tokens
     if warmup_tokens is None:
         warmup_tokens = parameters
     warmup_tokens = round(warmup_tokens / inner_tokens) * inner_tokens
     eval_every = config.eval_every or max(1, config.eval_tokens // batch)
-    sizes = {"batch": batch, "warmup_tokens": warmup_tokens}
-    return replace(config, **sizes, steps=steps, eval_every=eval_every), inner_steps
+    sizes = {"batch": batch, "warmup_tokens": warmup_tokens, "eval_every": eval_every}
+    return replace(config, **sizes, steps=steps, tokens=tokens), inner_steps
 
 
 def configure_method(method, config, network, inner_steps, values):
