@@ -14,11 +14,12 @@ read by anyone.
 """
 
 import hashlib
+import io
 import multiprocessing
 import os
 import shutil
 import time
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 
 from runtime.command import BadInput
@@ -302,7 +303,8 @@ def make_in_process(pipe, corpus, tokenizer, home, shards, largest):
     give_way()
     error = None
     try:
-        sources = in_order(documents.sources(corpus))
+        with redirect_stderr(io.StringIO()):  # what is left out was said by the first process
+            sources = in_order(documents.sources(corpus))
         tokenizer = tokenizer_of_flag(*tokenizer)
         if folder_name(corpus, sources, tokenizer) != home.name:
             raise ValueError(f"data {corpus}: its files have changed while they were read")

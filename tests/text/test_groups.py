@@ -229,6 +229,15 @@ def test_a_maker_that_is_killed_is_said_and_another_one_goes_on(eight_files):
     corpus.train.close()
 
 
+def test_a_maker_does_not_say_again_what_is_left_out(eight_files, capfd):
+    Path("c", "picture.png").write_bytes(b"x")
+    corpus = data.prepare(eight_files, BYTES, 64, 0, later=10**9)
+    assert capfd.readouterr().err.count("picture.png") == 1
+    assert texts_of(corpus.train[1]) == documents_of(3, seed=1)
+    corpus.train.close()
+    assert "picture.png" not in capfd.readouterr().err
+
+
 def test_closing_ends_the_maker(eight_files):
     corpus = data.prepare(eight_files, BYTES, 64, 0, later=10**9)
     corpus.train[0]
