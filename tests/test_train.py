@@ -696,27 +696,57 @@ def test_the_papers_settings(name, heads, inner_batch, tokens):
     has(configured("soap").settings, lr=0.03, b1=0.9, b2=0.9, frequency=1)
 
 
-def test_the_commands_of_the_papers_experiments_are_valid(capsys):
+# What the paper says of its experiments, in the order of the commands in docs/usage.md: the model,
+# batches in tokens, outer steps (None: until the target), target loss, and how many runs there are.
+OF_THE_PAPER = [
+    # Section 6.1.1 and Figure 1
+    ("gn", "150m", [240e6], [None], 3.25, 1),
+    ("layerwise_gn", "150m", [120e6], [None], 3.25, 1),
+    ("soap", "150m", [240e6], [292], 3.25, 1),
+    ("muon", "150m", [40e6], [16 * 54], 3.25, 1),
+    # Section 6.1.2, Appendix F and H: 3B and 900M tokens
+    ("gn", "150m", [1.2e6, 4e6, 12e6, 40e6, 120e6], [2543, 738, 249, 75, 25], None, 5),
+    ("gn", "45m", [400e3, 1.2e6, 4e6, 12e6, 40e6], [2289, 742, 225, 75, 22], None, 5),
+    # Sections 6.3 and 6.2
+    ("layerwise_gn", "150m", [12e6, 40e6, 120e6], [249, 75, 25], None, 3),
+    ("gn_prox", "150m", [1.2e6, 4e6, 12e6, 40e6, 120e6], [2543, 738, 249, 75, 25], None, 5),
+    # Section 5: a batch of 128k
+    ("muon", "150m", [131072], [22888], None, 1),
+    # Appendix D: three schedules
+    ("gn", "45m", [4e6], [225], None, 3),
+    # Appendix H
+    ("soap", "150m", [4e6], [738], None, 27),
+    # Section 5.1
+    ("gn", "45m", [4e6], [225], None, 2),
+    ("gn", "45m", [4e6], [225], None, 2),
+    ("gn", "45m", [4e6], [225], None, 1),
+    ("gn", "45m", [4e6], [225], None, 2),
+]
+SIZES = {  # Appendix E: width, MLP, layers, heads; Section 5: inner batch; 5% of 20 per parameter
+    "45m": (512, 2048, 4, 8, 32),
+    "150m": (768, 3072, 12, 16, 128),
+}
+
+
+def test_the_commands_of_the_papers_experiments_are_the_papers():
     """Each `python train.py ..` line of docs/usage.md, on a text that every machine has."""
     text = (Path(train.__file__).parent / "docs" / "usage.md").read_text()
-    lines = [
-        line.split("#")[0].split()[2:]
-        for line in text.splitlines()
-        if line.startswith("python train.py")
-    ]
-    runs = [
-        [
-            train.configure([*member, "--data", "stdlib", "--tokenizer", "bytes"])
-            for member in flags.expand(line)
-        ]
-        for line in lines
-    ]
-    assert [len(members) for members in runs] == [1, 1, 5, 1, 27]
-    assert runs[0][0].config.target_loss == 3.25 and runs[0][0].settings.line_search == 5
-    assert runs[0][0].config.steps is None  # until the target
-    assert (
-        runs[1][0].settings.inner_steps == 305 and runs[1][0].settings.line_search == 10
-    )  # 40m / (128 x 1024)
-    assert [run.config.steps for run in runs[2]] == [2543, 738, 249, 75, 25]  # 3b / batch
-    assert runs[3][0].settings.inner_steps == 1
-    assert len({run.config.out for run in runs[4]}) == 27  # no two members of a grid share a folder
+    lines = [line for line in text.splitlines() if line.startswith("python train.py")]
+    assert len(lines) == len(OF_THE_PAPER)
+    for line, (method, name, batches, steps, target, count) in zip(
+        lines, OF_THE_PAPER, strict=True
+    ):
+        assert ("--tokenizer t5" in line) == bool(target)  # nats per token of the paper's tokens
+        words = [*shlex.split(line)[2:], "--data", "stdlib", "--tokenizer", "bytes"]
+        members = [train.configure(member) for member in flags.expand(words)]
+        assert len({member.config.out for member in members}) == len(members) == count
+        assert list(dict.fromkeys(member.config.steps for member in members)) == steps
+        whole = list(dict.fromkeys(member.config.batch for member in members))
+        for member in members:
+            config, network = member.config, member.network
+            shape = (network.d_model, network.d_ff, network.n_layers, network.n_heads)
+            assert (*shape, config.inner_batch) == SIZES[name] and network.context == 1024
+            assert (config.method, config.target_loss) == (method, target)
+            assert config.warmup_tokens == pytest.approx(member.parameters, abs=member.inner_tokens)
+        inner = members[0].inner_tokens
+        assert whole == [max(1, round(batch / inner)) * inner for batch in batches]
