@@ -85,7 +85,8 @@ class Config(BaseConfig):
         super().__post_init__()
         if self.average is None:
             object.__setattr__(self, "average", 0.0 if self.line_search else 0.999)
-        if self.schedule != "constant+inner cosine":
+        is_number = isinstance(self.inner_warmup, int | float)  # JAX has others in its place
+        if is_number and self.schedule != "constant+inner cosine":
             object.__setattr__(self, "inner_warmup", 0.0)
 
     @property

@@ -422,7 +422,7 @@ def test_token_files_hold_ids_with_an_end_and_count_the_bytes_of_the_text(tmp_pa
         found = data.prepare(str(corpus), tok, 4, folder=tmp_path / "data")
         meta = found.meta
         assert meta["train_bytes"] + meta["val_bytes"] == len("".join(documents).encode())
-        sides = {"train": found.train[:], "val": found.val[:]}
+        sides = {"train": found.train[0][:], "val": found.val[:]}
         for side, ids in sides.items():
             assert (ids == tok.end_of_text).sum() == meta[f"{side}_documents"]
             assert len(ids) == meta[f"{side}_tokens"]
