@@ -83,7 +83,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("gn.py", "the cosine falls during the warm-up", "(t + k / K) / steps, config.warmup)", "(t + k / K) / steps, 0)"),
     ("gn.py", "the inner cosine falls during the inner warm-up", "progress(k / K, config.inner_warmup)", "progress(k / K, 0)"),
     ("gn.py", "the learning rate falls in the first pass", "K = config.loop_steps  #", "K = config.inner_steps  #"),
-    ("gn.py", "an inner warm-up under any schedule", '        if self.schedule != "constant+inner cosine":\n', "        if False:\n"),
+    ("gn.py", "an inner warm-up under any schedule", 'if is_number and self.schedule != "constant+inner cosine":\n', "if False:\n"),
     ("gn.py", "a cosine over the run that any length would do", 'return self.schedule.startswith("global") or self.warmup > 0', "return self.warmup > 0"),
     ("gn.py", "a warm-up that any length would do", 'return self.schedule.startswith("global") or self.warmup > 0', 'return self.schedule.startswith("global")'),
     ("gn.py", "an unknown length ends in a traceback", "steps = config.outer_steps or 1", "steps = config.outer_steps"),
