@@ -246,14 +246,14 @@ def compute_schedule(run):
     settings = SimpleNamespace(
         lr=1.0,  # so that rates are shares of their peak
         inner_steps=run.inner_steps,
-        inner_epochs=run.inner_epochs,
+        loop_steps=run.inner_steps * run.inner_epochs,
         outer_steps=max(1, run.outer_steps),
         schedule=run.schedule,
         warmup=run.warmup,
         warmup_steps=run.warmup_steps,
         inner_warmup=run.inner_warmup,
     )
-    steps_of_loop = run.inner_steps * run.inner_epochs
+    steps_of_loop = settings.loop_steps
     inner_step = np.arange(settings.outer_steps * steps_of_loop)
     if len(inner_step) > MOST_POINTS:
         inner_step = inner_step[:: len(inner_step) // MOST_POINTS]

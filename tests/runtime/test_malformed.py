@@ -20,8 +20,8 @@ from conftest import assert_same, everything, run
 from hypothesis import given
 from hypothesis import strategies as st
 
+import comparison
 import data
-import plot
 import sample
 import train
 from runtime import flags
@@ -302,8 +302,16 @@ def test_a_runs_files(finished, tmp_path, monkeypatch, capsys, name, damage):
         assert status in (1, 2) and err.count("\n") == 1 and err.startswith("train.py: ")
         assert files("r") == state
     assert sample.main(["a", "--out", "r"]) in (0, 2)
+    read_as_plot_does()
+
+
+def read_as_plot_does():
+    """Reads the run "r" into comparisons, or leaves it out; that there is none is a ValueError."""
     with contextlib.suppress(ValueError):
-        assert len(plot.keep_best(plot.read_runs(["r"])))
+        table = comparison.read_runs(["r"])
+        if not table.empty:
+            for rows in comparison.split_tasks(table).values():
+                comparison.compare_at_tokens(rows)
 
 
 ANYTHING = [None, "x", -1, 1.5, True, [1], 10**30]
@@ -327,8 +335,7 @@ def test_a_run_whose_settings_are_anything(finished, tmp_path, monkeypatch, caps
             refused += status == 2
         err = capsys.readouterr().err
         assert all(line.startswith(("train.py: ", "sample.py: ")) for line in err.splitlines())
-        with contextlib.suppress(ValueError):
-            assert len(plot.keep_best(plot.read_runs(["r"])))
+        read_as_plot_does()
     assert refused > 120
 
 
