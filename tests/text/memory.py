@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from text import documents  # noqa: E402  it is found below ROOT
 
-FLAGS = "--method gn --model tiny --steps 2 --tokens 1m --tokenizer bytes"
+FLAGS = "--method gn --model tiny --steps 2 --warmup-tokens 50k --tokenizer bytes"
 
 
 def write(path, megabytes):
