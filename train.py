@@ -75,7 +75,7 @@ class Config:
     # 120m)
     batch: int = None
     # tokens of the run, warm-up and line search not included, where --steps is not given; default
-    # for 45m 900m (Appendix F), for 150m 3b (Section 6.1.2): about 20 per parameter
+    # for 45m 900m (Appendix G), for 150m 3b (Section 6.1.2): about 20 per parameter
     tokens: int = None
     # outer steps; default tokens / batch. With --target-loss and neither of the two, a run ends at
     # the target only

@@ -45,7 +45,7 @@ FIVE = {
     "45m": [400 * K, 1.2 * M, 4 * M, 12 * M, 40 * M],
     "150m": [1.2 * M, 4 * M, 12 * M, 40 * M, 120 * M],
 }
-TOKENS = {"45m": 900 * M, "150m": 3 * B}  # Appendix F, Section 6.1.2
+TOKENS = {"45m": 900 * M, "150m": 3 * B}  # Appendix G, Section 6.1.2
 
 # What a method has in every command that does not name it below: Section 5 and 6, Appendix H.
 GAUSS_NEWTON = {
@@ -135,7 +135,7 @@ EXPECTED = {
         "gn", "150m", TO_325, INNER_COSINE, batch=240 * M, steps=2 * 54, lr=[0.003, 0.03]
     ),
     "1g": command("soap", "150m", TO_325, COSINE, SOAP, batch=240 * M, steps=292, lr=[0.01, 0.1]),
-    # Figures 2 and 5, left
+    # Figures 2 and 6, left
     "2a": fixed("gn", "45m", TWO, ONE),
     "2b": fixed("gn_prox", "45m", GLOBAL, ONE),
     "2c": fixed("adamw", "45m", COSINE, ADAMW),
@@ -145,7 +145,7 @@ EXPECTED = {
     "2g": fixed("adamw", "150m", COSINE, ADAMW, weight_decay=0.001),
     "2h": fixed("muon", "150m", COSINE, MUON),
     "2i": fixed("soap", "150m", COSINE, SOAP),
-    # Figures 2 and 5, right: "only the constant+EWA learning rate schedule was used". The tokens
+    # Figures 2 and 6, right: "only the constant+EWA learning rate schedule was used". The tokens
     # are a limit.
     "3a": command("gn", "150m", TO_34, INNER_COSINE, ONE, tokens=10 * B),
     "3b": command(
