@@ -75,7 +75,7 @@ MOST_SETTINGS = 14  # that one panel shows
 MOST_POINTS = 100_000  # of the curve of a schedule
 
 # Inches.
-LEFT = 0.61  # of the axes
+LEFT = 0.72  # of the axes, enough for a rate such as 0.00025
 BELOW = 0.44
 ABOVE = 0.16
 AXES_WIDTH = 1.8
@@ -159,7 +159,8 @@ def draw_losses(ax, table, x, target=None):
         if batches_differ:
             label += f",\nbatch {format_count(rows.batch.iloc[0])}"
         if method in steps:
-            label += f",\n{format_number(steps[method])} steps"
+            unit = "step" if steps[method] == 1 else "steps"
+            label += f",\n{format_number(steps[method])} {unit}"
         draw_curve(ax, method, rows.groupby(x).val_loss.agg(STATISTICS), label=label)
 
     xlabel = {"step": "outer steps", "tokens": "tokens read"}[x]
@@ -293,6 +294,7 @@ def draw_rates_of_settings(ax, runs, labels):
         rate = run.lr * compute_schedule(run)
         draw_rate(ax, run.method, rate, label=label, **look)
     ax.set(xlabel="outer steps", ylabel="learning rate")
+    ax.yaxis.set_major_formatter("{x:.3g}")  # no more digits than there is room for
 
 
 def draw_step_sizes(ax, rows):
@@ -318,7 +320,7 @@ def draw_step_sizes(ax, rows):
 
 def set_ticks(ax):
     """Gives the axes a few ticks, at round numbers."""
-    whole = ticker.MaxNLocator(4, integer=True, steps=[1, 2, 5, 10])
+    whole = ticker.MaxNLocator(4, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1)
     ax.xaxis.set(major_locator=whole, major_formatter=format_count)
     for axis in (ax.xaxis, ax.yaxis):
         if axis.get_scale() == "log":
@@ -329,7 +331,7 @@ def set_log_ticks(axis):
     """Ticks at powers of the axis's base; at 1, 2, 5, 10, 20, .. where tens would be too few."""
     base = axis.get_transform().base
     low, high = axis.get_view_interval()
-    few = base == 10 and high < 60 * low
+    few = base == 10 and high < 200 * low
     locator = ticker.LogLocator(base, subs=(1, 2, 5) if few else (1,))
     axis.set(
         major_locator=locator, minor_locator=ticker.NullLocator(), major_formatter=format_count

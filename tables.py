@@ -2,7 +2,8 @@
 
     Steps to loss 3.25       of the best settings, and their ratio to Gauss-Newton's (Section 6.1.1)
     Losses after 3b tokens   final losses of the best settings (Section 6.1.2)
-    Settings of AdamW ..     all settings that were tried, the best first (Appendix H)
+    Settings of AdamW ..     all settings that were tried, the best first (Appendix H), where a
+                             batch has several
 
 A setting is named by the flags in which the runs of its method differ; "-" names the only one. Its
 loss is the mean over seeds. comparison.py tells which runs are compared, and which setting of a
@@ -24,7 +25,7 @@ def tabulate(comparisons):
         best = best.sort_values(["place", "batch"], kind="stable")
         tables.append(tabulate_best(best, comparison))
         for _, of_method in groups.groupby("place"):
-            if (of_method.label != NOTHING).any():
+            if of_method.batch.duplicated().any():
                 tables.append(tabulate_settings(of_method, comparison))
     return "\n".join(tables)
 
@@ -116,8 +117,10 @@ def format_number(number):
 def format_count(number, position=None):
     """A count as the flags take it, such as 400k, 1.2m or 3b; a number below one as a fraction.
 
-    position: unused; matplotlib gives it to whatever writes its ticks.
+    A count that is missing is "-". position: unused; matplotlib gives it to whatever writes ticks.
     """
+    if number != number:
+        return NOTHING
     if 0 < number < 1:
         return f"1/{1 / number:.3g}"
     for size, suffix in ((1e9, "b"), (1e6, "m"), (1e3, "k")):

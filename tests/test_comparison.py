@@ -135,7 +135,7 @@ def test_a_group_with_a_run_that_diverged_is_the_last(tmp_path):
 def test_runs_of_different_lengths_never_compete(tmp_path):
     """Nor do runs with and without a target. 400 steps do not replace 75."""
     short, long = Run(tmp_path, steps=75), Run(tmp_path, steps=400)
-    target = Run(tmp_path, steps=75, target_loss=2.1)
+    target = Run(tmp_path, steps=75, target_loss=2.1, speed=0.9)
     table = read(short, long, target)
     at_tokens = compare_at_tokens(table)
     assert [asked.tokens for asked in at_tokens] == [75 * 4096, 400 * 4096]

@@ -181,6 +181,41 @@ def test_step_sizes_are_those_of_the_line_search_and_crosses_are_refused_ones(tm
     assert max(drawn["refused"][1]) < 0.5
 
 
+def test_ticks_of_steps_are_whole_numbers_where_there_is_one_step(tmp_path):
+    (ax,) = draw(Run(tmp_path, steps=1))["step_sizes"].axes
+    low, high = ax.get_xlim()
+    ticks = [tick for tick in ax.get_xticks() if low <= tick <= high]
+    assert ticks == [1]
+
+
+def test_one_step_to_a_target_is_no_steps(tmp_path):
+    run = Run(tmp_path, speed=0.8, target_loss=4.0)
+    assert first_step(run, 4.0) == 1
+    assert "Gauss-Newton,\n1 step" in curves(draw(run)["loss_to_4"].axes[0])
+
+
+def test_a_logarithmic_axis_has_several_ticks(tmp_path):
+    """Also where its values are 50 times apart."""
+    gn = [Run(tmp_path, batch=4096, steps=1, speed=9.0), Run(tmp_path, batch=8192, speed=9.0)]
+    soap = [Run(tmp_path, "soap", batch, steps=60, speed=0.6) for batch in (4096, 8192)]
+    ax = draw(*gn, *soap, target=2.3)["batch"].axes[-1]
+    low, high = ax.get_ylim()
+    assert 60 < high / low < 200
+    assert sum(low <= tick <= high for tick in ax.get_yticks()) >= 5
+
+
+@pytest.mark.parametrize("lr", [0.0003, 0.001, 0.00125, 3.0])
+def test_nothing_is_cut_off_at_the_edge_of_a_figure(tmp_path, lr):
+    """However many digits the learning rates have."""
+    runs = [Run(tmp_path, speed=speed, lr=speed * lr) for speed in (0.5, 1.0)]
+    for figure in draw(*runs).values():
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        for ax in figure.axes:
+            box = ax.yaxis.get_tightbbox(canvas.get_renderer())
+            assert box.x0 >= 0 and box.y0 >= 0 and box.y1 <= figure.bbox.y1
+
+
 def test_runs_to_a_target_have_a_figure_for_each_target(tmp_path):
     """Figure 1: the target is a dotted line, and labels tell the mean of the steps to it."""
     fixed = Run(tmp_path, speed=0.4)

@@ -58,6 +58,15 @@ def test_iteration_complexity_is_the_papers_ratio_to_gauss_newton(tmp_path):
     assert [line["steps"] for line in settings] == ["54", "60"]
 
 
+def test_ratios_are_to_the_fewest_steps_of_gauss_newton_at_any_batch(tmp_path):
+    runs = []
+    for method, batch, step in (("gn", 4096, 20), ("gn", 8192, 10), ("muon", 8192, 30)):
+        runs.append(end_at(Run(tmp_path, method, batch, target_loss=3.0, steps=400), step))
+    table = read_runs([run.folder for run in runs])
+    lines = read_tables(compare_to_targets(table))["Steps to loss 3"]
+    assert [line["steps / GN's"] for line in lines] == ["2", "1", "3"]
+
+
 def test_a_run_that_ends_before_its_target_has_not_reached_it(tmp_path):
     runs = [Run(tmp_path, speed=0.5, target_loss=2.5, seed=seed) for seed in (0, 1)]
     runs += [Run(tmp_path, "muon", speed=0.9, target_loss=2.5, seed=seed) for seed in (0, 30)]
@@ -104,6 +113,23 @@ def test_a_grid_has_all_settings_of_each_batch_the_best_first(tmp_path):
     order = ["lr 0.2", "lr 0.3", "lr 0.1"]
     assert [line["setting"] for line in lines] == [*order, "lr 0.9", *order]
     assert [line["loss"] for line in lines].count("diverged") == 1
+
+
+def test_a_method_with_one_setting_for_each_batch_has_no_table_of_settings(tmp_path):
+    """Muon at the inner batch has a learning rate of its own; that table would say nothing new."""
+    runs = [Run(tmp_path, "muon", batch, lr=batch / 1e5) for batch in (1024, 8192)]
+    table = read_runs([run.folder for run in runs])
+    found = read_tables(compare_at_tokens(table))
+    assert [*found] == ["Losses after 32.8k tokens"]
+    (lines,) = found.values()
+    assert [line["setting"] for line in lines] == ["lr 0.01024", "lr 0.08192"]
+
+
+def test_the_tokens_of_a_run_that_diverged_at_once_are_not_known(tmp_path):
+    """Its last row has none."""
+    table = read_runs([Run(tmp_path).diverge().folder])
+    (lines,) = read_tables(compare_at_tokens(table)).values()
+    assert lines[0]["tokens read"] == "-"
 
 
 @pytest.mark.parametrize(
