@@ -35,7 +35,7 @@ class Config:
 
     network: model.Config
     inner_steps: int  # inner batches in a batch, N
-    outer_steps: int  # optimizer steps of the run; None = no end is known
+    outer_steps: int  # optimizer steps of the run
     # peak learning rate, per update (Appendix H: AdamW 0.001 to 0.03, Muon and SOAP 0.01 to 0.3)
     lr: float = 0.003
     schedule: str = "cosine"  # cosine | constant, over the run (App. H; constant with --average)
@@ -168,10 +168,9 @@ def accumulate(state, tokens, config):
 
 def learning_rate(t, config):
     """Learning rate of optimizer step t: a linear rise, then as the schedule says."""
-    outer_steps = config.outer_steps or 1  # where it is None, lr does not depend on it
-    steps = float(config.warmup_steps) or config.warmup * outer_steps
-    start = jnp.minimum(steps / outer_steps, 0.999)  # of the fall, which may never come
-    run = progress(t / outer_steps, start)
+    steps = float(config.warmup_steps) or config.warmup * config.outer_steps
+    start = jnp.minimum(steps / config.outer_steps, 0.999)  # of the fall, which may never come
+    run = progress(t / config.outer_steps, start)
     fall = SCHEDULES[config.schedule](run)
     return config.lr * rise(t, steps) * fall
 

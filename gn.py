@@ -85,7 +85,8 @@ class Config(BaseConfig):
         super().__post_init__()
         if self.average is None:
             object.__setattr__(self, "average", 0.0 if self.line_search else 0.999)
-        is_number = isinstance(self.inner_warmup, int | float)  # JAX has others in its place
+        # Where JAX traces a Config, a placeholder stands for the number, which was set before.
+        is_number = isinstance(self.inner_warmup, int | float)
         if is_number and self.schedule != "constant+inner cosine":
             object.__setattr__(self, "inner_warmup", 0.0)
 
@@ -189,7 +190,7 @@ def value_and_grad(theta0, delta, tokens, config, objective=quadratic):
 
 def learning_rate(t, k, config):
     """Learning rate of inner step k of outer step t (Appendix D)."""
-    steps = config.outer_steps or 1  # where it is None, lr does not depend on it
+    steps = config.outer_steps
     K = config.loop_steps  # inner steps of an outer step
     run = progress((t + k / K) / steps, config.warmup)
     inner = progress(k / K, config.inner_warmup)

@@ -32,7 +32,7 @@ class BaseConfig:
 
     network: model.Config  # sizes of the network
     inner_steps: int  # inner batches in a batch, N
-    outer_steps: int  # outer steps of the run; None = no end is known
+    outer_steps: int  # outer steps of the run
     inner_tokens: int = 0  # tokens in an inner batch
     model: Any = model  # the module of the network's functions: model.py, or one of your own
     line_search: int = 5  # how many α = 2^(-i/2) are tried (Appendix D); 0 = no search, α = 1

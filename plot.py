@@ -254,16 +254,15 @@ def compute_schedule(run):
         warmup_steps=run.warmup_steps,
         inner_warmup=run.inner_warmup,
     )
-    steps_of_loop = settings.loop_steps
-    inner_step = np.arange(settings.outer_steps * steps_of_loop)
+    inner_step = np.arange(settings.outer_steps * settings.loop_steps)
     if len(inner_step) > MOST_POINTS:
         inner_step = inner_step[:: len(inner_step) // MOST_POINTS]
-    t, k = np.divmod(inner_step, steps_of_loop)
+    t, k = np.divmod(inner_step, settings.loop_steps)
     if run.has_inner_loop:
         rate = gn.learning_rate(t, k, settings)
     else:
         rate = baselines.learning_rate(t, settings)
-    return pd.Series(np.asarray(rate), index=inner_step / steps_of_loop)
+    return pd.Series(np.asarray(rate), index=inner_step / settings.loop_steps)
 
 
 def draw_rate(ax, method, rate, **look):

@@ -1,10 +1,11 @@
 """Trains a LLaMA: `python train.py --method gn --model tiny`. `--help` lists every flag.
 
-A run tokenizes its text once. It warms up with AdamW on the first tokens, the same for all methods
-(Section 5). Then it takes outer steps of its method; now and then it evaluates the model on
-held-out text, logs a row and saves its state. Every batch is a function of seed and step: a run
-that was stopped and is started again with the same command resumes as if it had never been stopped.
-With more --steps it goes on from its end, if its learning rate does not depend on its length.
+A run tokenizes its text as it comes to it. It warms up with AdamW on the first tokens, the same for
+all methods (Section 5). Then it takes outer steps of its method; now and then it evaluates the
+model on held-out text, logs a row and saves its state. Every batch is a function of seed and step:
+a run that was stopped and is started again with the same command resumes as if it had never been
+stopped. With more --steps it goes on from its end, if its learning rate does not depend on its
+length.
 
 The flags are the fields of three dataclasses: Config in this file, model.Config, and the Config of
 the method. Commas between the values of a flag make a grid: one run for each combination.
@@ -198,7 +199,7 @@ class Run(NamedTuple):
     @property
     def warmup_batches(self):
         """Inner batches that the warm-up reads, one per step."""
-        return round(self.config.warmup_tokens / self.inner_tokens)
+        return self.config.warmup_tokens // self.inner_tokens
 
     @property
     def step_batches(self):
@@ -327,7 +328,7 @@ def configure(argv, home=None):
 
     folder = config.out
     if home or not folder:
-        same = unnamed(tied_by)
+        same = flags_that_may_differ(tied_by)
         named = {name: value for name, value in values.items() if name not in same}
         folder = f"{home or 'runs'}/{name_of(named, fields_of_all(config.method))}"
     values["out"] = folder
@@ -371,7 +372,7 @@ def work_out(config, network, parameters):
         steps = max(1, round(tokens / batch))
     warmup_tokens = config.warmup_tokens
     if warmup_tokens is None:
-        warmup_tokens = parameters
+        warmup_tokens = parameters  # 5% of 20 per parameter
     warmup_tokens = round(warmup_tokens / inner_tokens) * inner_tokens
     eval_every = config.eval_every or max(1, config.eval_tokens // batch)
     sizes = {"batch": batch, "warmup_tokens": warmup_tokens, "eval_every": eval_every}
@@ -406,7 +407,7 @@ def find_tie(settings):
     return "the method's Config has no depends_on_length"
 
 
-def unnamed(tied_by):
+def flags_that_may_differ(tied_by):
     """The flags in which two commands for one run may differ: its folder and, if it may, length.
 
     Of a length, only the steps count. tied_by: as in a Run.
@@ -464,9 +465,14 @@ def open_session(run, corpus, signals):
     place = corpus.train, run.network.context, run.config.inner_batch, run.config.seed
     saver = live.Saver(partial(checkpoint.save_state, run.config.out), run.config.save_every)
 
+    checked = set()  # groups of the text
+
     def read(index):
         batch = data.batch(*place, index)
-        checkpoint.check_text(run.config.out, corpus.train.hashes)
+        hashes = corpus.train.hashes
+        if hashes.keys() - checked:  # seldom: a group lasts for thousands of batches
+            checkpoint.check_text(run.config.out, hashes)
+            checked.update(hashes)
         return parallel.put(run.mesh, batch, parallel.rows)
 
     def stop_if_asked():
@@ -791,7 +797,7 @@ def check_folder(run, corpus=None):
         if flag.default is None and name not in run.given:
             defaults[name] = run.values[name]  # worked out from flags that the folder does have
     must_be = identity(run, corpus)
-    for name in unnamed(run.tied_by):
+    for name in flags_that_may_differ(run.tied_by):
         del must_be[name]
     reasons = {"steps": f"on which the learning rate depends: {run.tied_by}"}
     checkpoint.check_folder(run.config.out, must_be, defaults, reasons)

@@ -210,7 +210,7 @@ def grid(runs, results):
             last = result[-1]
             line = {"val_loss": f"{last['val_loss']:.4f}", "step": str(last["step"])}
             line[READ] = f"{last['tokens']:,}"
-        line |= {name: str(run.given[name]) for name in varied}
+        line |= {name: str(run.values[name]) for name in varied}
         line["folder"] = run.config.out
         lines.append((rank(run, result), line))
     lines.sort(key=itemgetter(0))

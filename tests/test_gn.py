@@ -34,6 +34,7 @@ from jax.flatten_util import ravel_pytree
 import gn
 import model
 import optimizers
+import train
 from line_search import losses
 
 ONE = dataclasses.replace(TOY, n_layers=1)  # for what compiles long: whole steps
@@ -627,7 +628,7 @@ def test_what_depends_on_the_length_of_the_run():
         config = config_of(TOY, **changes)
         depends.append(config.depends_on_length)
         assert (lr(3) == lr(30)) != config.depends_on_length
-        assert config.depends_on_length or lr(3) == lr(None)
+        assert config.depends_on_length or lr(3) == lr(train.NO_END)
     assert depends == [False, True, True, False, True, False]
 
 

@@ -145,12 +145,11 @@ class Text:
             self.look_ahead(group + 1)
         return self.arrays[group]
 
-    def add(self, shards, counts):
-        """Takes the counts of shards that are made, and the ids if they are a group."""
+    def add(self, group, counts):
+        """Takes a group that is made; counts: those of its shards."""
+        shards = self.groups[group]
         self.counts |= zip(shards, counts, strict=True)
-        if shards in self.groups:
-            group = self.groups.index(shards)
-            self.arrays[group] = ids_of(self.home, shards, "train", self.tokenizer.vocab_size)
+        self.arrays[group] = ids_of(self.home, shards, "train", self.tokenizer.vocab_size)
 
     # ---- what is made before a run ----
 
@@ -161,26 +160,30 @@ class Text:
         window is on each side.
         """
         held_out = [n for n, source in enumerate(self.sources) if source.held_out]
-        self.make_here(held_out)
+        self.counts |= zip(held_out, self.make_here(held_out), strict=True)
         validation = held_out
-        for shards in self.groups:
-            ready = self.tokens_in_windows() > 0 and (held_out or self.has_window(validation))
+        for group, shards in enumerate(self.groups):
+            has_validation = bool(held_out) or self.has_window(validation)
+            ready = has_validation and self.tokens_in_windows() > 0
             if ready and self.tokens_in_windows() >= need:
                 break
-            self.make_here(shards)
+            self.add(group, self.make_here(shards))
             if not ready and not held_out:
                 validation = validation + shards
         return validation
 
     def make_here(self, shards):
-        """Makes shards in this process, and shows how far it is."""
+        """Makes shards in this process, and shows how far it is. Returns their counts."""
         with Workers(self.tokenizer, available_cores()) as workers:
-            made = make_shards(self.sources, shards, self.home, workers, self.holdout, shown=True)
-        self.add(shards, made)
+            return make_shards(self.sources, shards, self.home, workers, self.holdout, shown=True)
 
     def tokens_in_windows(self):
         """How many tokens the windows of the groups predict that are made."""
-        return sum((len(ids) - 1) // self.context * self.context for ids in self.arrays.values())
+        total = 0
+        for ids in self.arrays.values():
+            windows = (len(ids) - 1) // self.context  # as data.py has it
+            total += windows * self.context
+        return total
 
     def has_window(self, validation):
         """Whether these shards have a window of held-out documents."""
@@ -253,7 +256,7 @@ class Text:
             time.sleep(PAUSE)
             counts = counts_of(self.home, shards)
         self.makers.pop(group, None)
-        self.add(shards, counts)
+        self.add(group, counts)
 
     def close(self):
         """Ends the processes that still make groups. What they have done is kept."""

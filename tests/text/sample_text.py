@@ -3,6 +3,9 @@
 import gzip
 import json
 import os
+import threading
+from contextlib import contextmanager
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +17,16 @@ needs_vocabulary = pytest.mark.skipif(
     not CACHE.exists() and not Path(os.environ.get("TIKTOKEN_CACHE_DIR", ""), VOCABULARY).exists(),
     reason="gpt2's vocabulary is neither beside the repository nor in TIKTOKEN_CACHE_DIR",
 )
+
+
+@contextmanager
+def serving(handler):
+    """The address of a server that answers requests by a handler, within the context."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
 
 
 def documents_of(n, seed=0):

@@ -5,9 +5,8 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from functools import cache
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ import pytest
 from conftest import AS_A_USER
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_text import CACHE, needs_vocabulary, write_text
+from sample_text import CACHE, needs_vocabulary, serving, write_text
 
 import data
 from text import tokenizer
@@ -473,11 +472,8 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with serving(Hub) as address:
+        yield address
 
 
 @needs_library
