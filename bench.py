@@ -177,7 +177,7 @@ def gauss_newton_rows(name, module, settings, start, batches):
         return batches[k % 2]
 
     def search(state):
-        return gn.line_search(state.params, state.theta, batch, settings)
+        return gn.line_search(state.params, state.theta, batch, replace(settings, race=False))
 
     def outer(state):
         state, _ = module.update(state, batch, batch, settings)

@@ -128,6 +128,7 @@ class State(NamedTuple):
     average: Any  # the weight average, evaluated in place of θ_t; None where config.average is 0
     opt: Any  # state of the inner optimizer
     t: jax.Array  # outer steps done
+    searched: jax.Array  # inner batches that their line searches have read
     k: jax.Array  # inner steps done of the current outer step
     losses: jax.Array  # ℓ at θ_t on the tokens of each inner step, [loop_steps]; 0 at those to come
     inner_losses: jax.Array  # L2 at the inner iterate θ that each of them began with, the same way
@@ -138,11 +139,11 @@ def init(params, config):
     theta = jax.tree.map(jnp.copy, params)
     average = jax.tree.map(jnp.copy, params) if config.average else None
     opt = config.optimizer(0.0).init(params)  # the same for any lr
-    t, k = jnp.zeros(2, jnp.int32)
+    t, searched, k = jnp.zeros(3, jnp.int32)
     dtype = jax.tree.leaves(params)[0].dtype
     losses, inner_losses = jnp.zeros((2, config.loop_steps), dtype)
     params = jax.tree.map(jnp.copy, params)
-    return State(params, theta, average, opt, t, k, losses, inner_losses)
+    return State(params, theta, average, opt, t, searched, k, losses, inner_losses)
 
 
 @on_gpu(quadratic_kernel)
@@ -228,8 +229,10 @@ def inner_step(state, tokens, config, value_and_grad=value_and_grad):
 
 
 @parallel.jit
-def move(state, alpha, config):
+def move(state, alpha, config, read=0):
     """The State at the start of the next outer step, at θ_{t+1} = θ_t + α (θ - θ_t).
+
+    read: inner batches that the line search has read.
 
     The next inner loop starts from θ, not from θ_{t+1} (Section 5.1): the inner optimizer goes on
     from the point that it has come to, with its momentum there. α only decides where the network is
@@ -250,7 +253,8 @@ def move(state, alpha, config):
         tau = config.average**config.loop_steps
         average = optimizers.update_average(average, params, tau)
     k, losses, inner_losses = jax.tree.map(jnp.zeros_like, state[-3:])
-    return State(params, theta, average, opt, state.t + 1, k, losses, inner_losses)
+    searched = state.searched + read
+    return State(params, theta, average, opt, state.t + 1, searched, k, losses, inner_losses)
 
 
 def update(state, batches, fresh, config, watch=lambda state: None, value_and_grad=value_and_grad):
@@ -279,8 +283,8 @@ def update(state, batches, fresh, config, watch=lambda state: None, value_and_gr
         "lr": learning_rate(state.t, 0, config),
     }
     metrics |= optimizers.norms_of_step(state.params, state.theta)
-    alpha = 1.0
+    alpha, read = 1.0, 0
     if config.line_search:
-        alpha, losses = line_search(state.params, state.theta, fresh, config)
+        alpha, losses, read = line_search(state.params, state.theta, fresh, config)
         metrics |= {"alpha": alpha} | losses
-    return move(state, alpha, config), metrics
+    return move(state, alpha, config, read), metrics

@@ -53,6 +53,7 @@ class State(NamedTuple):
     theta: Any  # θ_t + δ
     average: None  # there is no weight average
     t: jax.Array  # outer steps done
+    searched: jax.Array  # inner batches that their line searches have read
     k: jax.Array  # inner batches that were read for δ, each as often as it was: 0 before the solve
     loss: jax.Array  # the loss at θ_t
     inner_loss: jax.Array  # the quadratic model at θ_t + δ, damping included
@@ -61,10 +62,10 @@ class State(NamedTuple):
 def init(params, config):
     """State at the first outer step, from parameters θ_0."""
     theta = jax.tree.map(jnp.copy, params)
-    t, k = jnp.zeros(2, jnp.int32)
+    t, searched, k = jnp.zeros(3, jnp.int32)
     loss, inner_loss = jnp.zeros(2, jax.tree.leaves(params)[0].dtype)
     params = jax.tree.map(jnp.copy, params)
-    return State(params, theta, None, t, k, loss, inner_loss)
+    return State(params, theta, None, t, searched, k, loss, inner_loss)
 
 
 def curvature(z, v, y, loss=model.cross_entropy):
@@ -160,9 +161,10 @@ def update(state, batches, fresh, config, watch=lambda state: None):
 
     metrics = {"train_loss": state.loss, "inner_loss": state.inner_loss}
     metrics |= optimizers.norms_of_step(state.params, state.theta)
-    alpha = 1.0
+    alpha, read = 1.0, 0
     if config.line_search:
-        alpha, losses = line_search(state.params, state.theta, fresh, config)
+        alpha, losses, read = line_search(state.params, state.theta, fresh, config)
         metrics |= {"alpha": alpha} | losses
     params = between(state.params, state.theta, alpha)
-    return init(params, config)._replace(t=state.t + 1), metrics
+    searched = state.searched + read
+    return init(params, config)._replace(t=state.t + 1, searched=searched), metrics

@@ -9,6 +9,16 @@ those that the method has not read, as the step may fit the others better than t
 
 The *guard*: θ_t itself, α = 0, is tried too. It is the best where no step size lowers the loss, and
 then the step is refused.
+
+The *race*: in the paper's line search, every α reads as many fresh tokens as the batch has. But
+most α fall behind at once, and a few tokens show it. All α read the same inner batches. So for an α
+and the best one so far, we take the differences d of their losses, one for each of the n batches
+until now: their mean and its standard error, sd(d) / √n. From 8 batches on, an α drops out if
+
+    mean(d) + TIE > 4 sd(d) / √n,
+
+that is, if it is known not to be better than the best one by more than TIE = 0.0001 nats. The
+search ends when one α is left. Without TIE, two equally good α would run to the end.
 """
 
 import math
@@ -19,10 +29,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import model
 from runtime import parallel
 from runtime.flags import check_range, traced
+
+FIRST_LOOK = 8  # inner batches before an α may drop out: the differences have heavy tails
+ERRORS = 4  # how many standard errors the race asks for
+TIE = 1e-4  # nats per token that do not matter
 
 
 @traced  # jax.jit takes the floats as inputs; all other fields are constants of the program
@@ -38,7 +53,11 @@ class BaseConfig:
     line_search: int = 5  # how many α = 2^(-i/2) are tried (Appendix D); 0 = no search, α = 1
     # the α that are tried in place of those, between blanks, such as "1 0.5 0.25"
     alphas: str = ""
-    line_search_tokens: int = 0  # about how many fresh tokens; 0 = as many as a batch (Algorithm 1)
+    # about how many fresh tokens, at most; 0 = as many as a batch (Algorithm 1)
+    line_search_tokens: int = 0
+    race: bool = (
+        True  # drop an α once it is known to be behind; false = read all fresh tokens (paper)
+    )
     guard: bool = True  # refuse a step when no step size beats θ_t; false = as in the paper
 
     def __post_init__(self):
@@ -57,7 +76,7 @@ class BaseConfig:
 
     @property
     def fresh_batches(self):
-        """How many inner batches of fresh tokens the line search of an outer step reads."""
+        """How many inner batches of fresh tokens the line search of an outer step reads at most."""
         if self.line_search and self.line_search_tokens:
             if not self.inner_tokens:
                 raise ValueError("line_search_tokens needs inner_tokens, those of an inner batch")
@@ -102,36 +121,75 @@ def between(theta0, theta, alpha):
 
 
 @parallel.jit
-def losses(theta0, theta, alphas, tokens, config):
-    """The loss at θ_t + α (θ - θ_t), for each α of alphas [A]; inf if α > 0 and θ is not finite."""
-    # The loss alone may not show a bad θ: these tokens do not read all rows of the embedding.
-    is_finite = [jnp.isfinite(a).all() for a in jax.tree.leaves(theta)]
-    all_finite = jnp.array(is_finite).all()
+def loss_at(theta0, theta, alpha, tokens, config):
+    """The mean loss at θ_t + α (θ - θ_t), in nats per token; tokens: int32 [B, T+1].
+
+    inf if it is not finite, or if α > 0 and θ is not finite: the loss alone may not show that, as
+    the tokens do not read all rows of the embedding.
+    """
     mean_loss = parallel.mean(partial(config.model.loss, config.network))
-
-    def loss_at(alpha):
-        loss = mean_loss(between(theta0, theta, alpha), tokens)
-        return jnp.where(all_finite | (alpha == 0), loss, jnp.inf)
-
-    return jax.lax.map(loss_at, alphas)
+    loss = mean_loss(between(theta0, theta, alpha), tokens)
+    is_finite = [jnp.isfinite(a).all() for a in jax.tree.leaves(theta)]
+    theta_is_finite = jnp.array(is_finite).all()
+    is_valid = jnp.isfinite(loss) & (theta_is_finite | (alpha == 0))
+    return jnp.where(is_valid, loss, jnp.inf)
 
 
 def line_search(theta0, theta, fresh, config):
-    """The step size with the smallest loss, and the loss at every step size that was tried.
+    """The step size with the smallest loss, the losses, and how many inner batches were read.
 
     fresh(k), k < fresh_batches: an inner batch of fresh tokens, int32 [B, T+1]. The losses are
-    {name: mean in nats per token}, where loss_at_0.5 is that at α = 0.5. A loss that is not finite
-    is never the smallest. With the guard, α is 0 unless another step size beats θ_t.
+    {name: mean in nats per token}, where loss_at_0.5 is that at α = 0.5; of an α that the race has
+    dropped, it is an `estimate`. With the guard, α is 0 unless another step size beats θ_t.
     """
-    alphas = jnp.array(config.step_sizes)
-    total = jnp.zeros_like(alphas)
-    for k in range(config.fresh_batches):
-        batch_losses = losses(theta0, theta, alphas, fresh(k), config)
-        jax.block_until_ready(total)  # waits for batch k - 1; else Python would queue all of them
-        total = total + batch_losses
+    alphas = config.step_sizes
+    losses = np.full((config.fresh_batches, len(alphas)), np.nan)  # nan: not measured
+    running = list(range(len(alphas)))  # the columns whose α have not dropped out
+    read = 0
+    while read < config.fresh_batches:
+        tokens = fresh(read)
+        measured = [loss_at(theta0, theta, alphas[i], tokens, config) for i in running]
+        losses[read, running] = jax.device_get(measured)
+        read += 1
+        if config.race:
+            running = still_running(losses[:read], running)
+            if len(running) == 1:
+                break
 
-    means = total / config.fresh_batches
-    comparable = jnp.where(jnp.isfinite(means), means, jnp.inf)
-    alpha = alphas[jnp.argmin(comparable)]  # the first of equals: θ_t stays
-    names = [name_of(size) for size in config.step_sizes]
-    return alpha, dict(zip(names, means, strict=True))
+    losses = losses[:read]
+    means = losses[:, running].mean(axis=0)
+    best = running[means.argmin()]  # the first of equals: θ_t stays
+    names = [name_of(alpha) for alpha in alphas]
+    return alphas[best], dict(zip(names, estimate(losses, best), strict=True)), read
+
+
+def still_running(losses, running):
+    """Those of the columns `running` whose α may still be the best.
+
+    losses: of each inner batch so far at each α, [n, A].
+    """
+    finite = [i for i in running if np.isfinite(losses[:, i]).all()]
+    running = finite or running[:1]
+    n = len(losses)
+    if n < FIRST_LOOK:
+        return running
+    losses = losses[:, running]
+    best = losses.mean(axis=0).argmin()
+    behind = losses - losses[:, [best]]  # d, [n, running]
+    error = behind.std(axis=0, ddof=1) / math.sqrt(n)
+    stays = behind.mean(axis=0) + TIE <= ERRORS * error
+    stays[best] = True
+    return [i for i, may_win in zip(running, stays, strict=True) if may_win]
+
+
+def estimate(losses, best):
+    """The mean loss at each α over all inner batches that were read, [A].
+
+    losses: [n, A], nan where none was measured; best: the column of the best α. An α that dropped
+    out has the best one's mean, plus how far it was behind while it ran.
+    """
+    was_measured = ~np.isnan(losses)
+    with np.errstate(invalid="ignore"):  # inf - inf, where no α is any good
+        behind = losses - losses[:, [best]]
+        mean_behind = behind.sum(axis=0, where=was_measured) / was_measured.sum(axis=0)
+        return losses[:, best].mean() + mean_behind

@@ -631,11 +631,11 @@ ROW = (
 )
 
 
-def log_row(session, t, val_loss, metrics):
+def log_row(session, state, t, val_loss, metrics):
     """The row of log.jsonl of outer step t. Every number that a method's metrics hold is in it."""
     run, meta = session.run, session.corpus.meta
-    batches = run.warmup_batches + t * run.step_batches
-    line_search_batches = t * run.settings.fresh_batches
+    line_search_batches = int(getattr(state, "searched", 0))
+    batches = run.warmup_batches + t * run.settings.inner_steps + line_search_batches
     bits = val_loss / math.log(2)  # per token
 
     row = dict.fromkeys(ROW) | metrics
@@ -700,7 +700,7 @@ def record(session, state, t, metrics, rows):
     if not math.isfinite(val_loss):
         what = f"the loss is {val_loss} at outer step {t}; the last save is kept"
         give_up(session.run, rows, t, f"{what}; try {report.smaller_steps(session.run)}")
-    rows.append(log_row(session, t, val_loss, metrics))
+    rows.append(log_row(session, state, t, val_loss, metrics))
     checkpoint.write_log(session.run.config.out, rows)
     session.saver.save(state)
     session.progress.write(report.table_row(rows[-1]))

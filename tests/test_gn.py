@@ -35,7 +35,7 @@ import gn
 import model
 import optimizers
 import train
-from line_search import losses
+from line_search import loss_at
 
 ONE = dataclasses.replace(TOY, n_layers=1)  # for what compiles long: whole steps
 GRID = [2 ** (-i / 2) for i in range(5)]  # the step sizes of Appendix D
@@ -699,7 +699,7 @@ def test_no_array_holds_the_logits_of_a_batch(what):
     def compute(params):
         if what == "inner step":
             return gn.inner_step(gn.init(params, config), tokens, config)
-        return losses(params, params, jnp.ones(2), tokens, config)
+        return loss_at(params, params, jnp.ones(()), tokens, config)
 
     largest = max(sizes(jax.make_jaxpr(compute)(params).jaxpr))
     head_and_its_change = 2 * TOY.d_model * 10_000

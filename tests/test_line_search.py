@@ -4,6 +4,7 @@ What it measures is compared with the loss of the plain network at each point of
 refuses a step that helps nowhere, or is not finite.
 """
 
+import dataclasses
 import math
 
 import jax
@@ -11,9 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TOY, assert_same, many, random_params
+from hypothesis import given
+from hypothesis import strategies as st
 from test_gn import GRID, LOSS, LOSS_GRAD, add, close, config_of, losses_by_hand
 
-from line_search import between, line_search
+import gn
+import line_search as module
+from line_search import FIRST_LOOK, TIE, between, line_search, still_running
 
 
 def test_between_is_the_line_from_theta_t_to_theta(float64):
@@ -36,7 +41,7 @@ def test_line_search_takes_the_best_of_its_grid_over_all_fresh_batches(float64):
         theta = add(params, grad, -length)
         losses = losses_by_hand(params, theta, fresh)
         best = int(np.argmin(losses.sum(axis=0)))
-        alpha, measured = line_search(params, theta, fresh, config)
+        alpha, measured, _ = line_search(params, theta, fresh, config)
         assert math.isclose(alpha, GRID[best])
         names = ["loss_at_1", "loss_at_0.7071", "loss_at_0.5", "loss_at_0.3536", "loss_at_0.25"]
         assert list(measured) == names
@@ -67,7 +72,7 @@ def test_a_line_search_may_read_less_than_a_batch(float64):
         read.append(k)
         return fresh(k)
 
-    alpha, _ = line_search(params, theta, noted, make(20, guard=False))
+    alpha, _, _ = line_search(params, theta, noted, make(20, guard=False))
     assert read == [0, 1]
     best = np.argmin(losses_by_hand(params, theta, fresh).sum(axis=0))
     assert math.isclose(alpha, GRID[best])
@@ -80,10 +85,13 @@ def test_guard_refuses_a_step_that_does_not_lower_the_loss(float64):
     at_theta_t = (LOSS(TOY, params, fresh(0)) + LOSS(TOY, params, fresh(1))) / 2
 
     def search(theta, **changes):
-        alpha, measured = line_search(params, theta, fresh, config_of(TOY, **changes))
+        config = config_of(TOY, race=False, **changes)
+        alpha, measured, _ = line_search(params, theta, fresh, config)
         if "loss_at_0" in measured:
             close(measured["loss_at_0"], at_theta_t, 1e-12)
-        return float(alpha)
+        racing = dataclasses.replace(config, race=True)
+        assert line_search(params, theta, fresh, racing)[0] == alpha
+        return alpha
 
     uphill = params
     for k in range(2):
@@ -107,9 +115,9 @@ def test_guard_refuses_infinite_weights_that_the_fresh_tokens_do_not_read(float6
     downhill = add(params, LOSS_GRAD(TOY, params, without_10(0)), -0.1)
     infinite = downhill | {"embedding": downhill["embedding"].at[10, 0].set(jnp.inf)}
     assert np.isfinite(LOSS(TOY, infinite, without_10(0)))
-    alpha, _ = line_search(params, downhill, without_10, config_of(TOY))
+    alpha, _, _ = line_search(params, downhill, without_10, config_of(TOY))
     assert alpha > 0
-    alpha, _ = line_search(params, infinite, without_10, config_of(TOY))
+    alpha, _, _ = line_search(params, infinite, without_10, config_of(TOY))
     assert alpha == 0
 
 
@@ -119,12 +127,12 @@ def test_other_step_sizes_may_be_tried(float64):
     theta = add(params, LOSS_GRAD(TOY, params, fresh(0)), -0.5)
     config = config_of(TOY, alphas="3 0.05  1.5")
     assert (config.line_search, config.fresh_batches, config.average) == (3, 2, 0.0)
-    alpha, measured = line_search(params, theta, fresh, config)
+    alpha, measured, _ = line_search(params, theta, fresh, config)
     assert list(measured) == ["loss_at_0", "loss_at_3", "loss_at_0.05", "loss_at_1.5"]
     losses = losses_by_hand(params, theta, fresh, [0.0, 3.0, 0.05, 1.5]).mean(axis=0)
     close(list(measured.values()), losses, 1e-12)
     assert alpha == [0.0, 3.0, 0.05, 1.5][int(np.argmin(losses))] > 0
-    alpha, _ = line_search(params, params, fresh, config_of(TOY, alphas="2 1", guard=False))
+    alpha, _, _ = line_search(params, params, fresh, config_of(TOY, alphas="2 1", guard=False))
     assert alpha == 2
 
 
@@ -135,3 +143,122 @@ def test_bad_step_sizes_are_refused(alphas):
     config_of(TOY, alphas="1 0.5 0.25").check()
     with pytest.raises(ValueError, match="^alphas is '.*'; .*$"):
         config_of(TOY, alphas=alphas).check()
+
+
+# ---- the race ------------------------------------------------------------------------------------
+
+
+class Line:
+    """A model whose loss at θ is the token in column θ, so that a test can say every loss.
+
+    θ_t = 0 and θ = 1: at the step size α the loss is the token in column 4 α, in 1/1000 nats.
+    """
+
+    @staticmethod
+    def loss(network, params, tokens):
+        column = jnp.round(4 * params["theta"]).astype(int)
+        return tokens[0, column] / 1000
+
+
+def race(losses, **changes):
+    """α, the losses, and the numbers of the batches that were read.
+
+    losses: [n, 4], at α = 0, 1, 0.5 and 0.25. They are given in this order.
+    """
+    settings = {"model": Line, "alphas": "1 0.5 0.25", **changes}
+    config = gn.Config(TOY, inner_steps=len(losses), outer_steps=1, **settings)
+    params = {"theta": jnp.zeros(())}, {"theta": jnp.ones(())}
+    asked = []
+
+    def fresh(k):
+        asked.append(k)
+        at_0, at_1, at_half, at_quarter = np.round(1000 * losses[k])
+        return jnp.array([[at_0, at_quarter, at_half, 0, at_1]])
+
+    alpha, measured, read = line_search(*params, fresh, config)
+    assert asked == list(range(read))
+    return alpha, list(measured.values()), read
+
+
+def draw(n, means, noise, common=0.0):
+    """Losses [n, means]: noise of each, and noise that all of a batch have in common."""
+    rng = np.random.default_rng(0)
+    own = noise * rng.standard_normal((n, len(means)))
+    shared = common * rng.standard_normal((n, 1))
+    return np.array(means) + own + shared
+
+
+def test_the_race_ends_when_one_step_size_is_left(float64):
+    """It reads no further batch then, whatever noise the losses of a batch have in common."""
+    losses = draw(100, [3.9, 3.5, 3.0, 3.2], noise=0.01, common=1.0)
+    alpha, _, read = race(losses)
+    assert (alpha, read) == (0.5, FIRST_LOOK)
+    alpha, measured, read = race(losses, race=False)
+    assert (alpha, read) == (0.5, 100)
+    close(measured, losses.mean(axis=0), 1e-3)
+
+
+def test_a_step_size_that_drops_out_is_compared_with_the_best_where_both_ran(float64):
+    """Its loss is the best one's mean over all batches, plus the mean difference until then."""
+    losses = draw(200, [3.9, 3.5, 3.0, 3.01], noise=0.03, common=1.0)
+    alpha, measured, read = race(losses)
+    assert alpha == 0.5
+    assert FIRST_LOOK < read < 200
+    ran = losses[:read]
+    behind = losses[:FIRST_LOOK] - losses[:FIRST_LOOK, [2]]
+    best = ran[:, 2].mean()
+    until_first_look = best + behind.mean(axis=0)
+    close(measured[:3], [until_first_look[0], until_first_look[1], best], 1e-3)
+    close(measured[3], ran[:, 3].mean(), 1e-3)
+
+
+def test_a_race_that_knows_nothing_reads_everything_and_takes_the_best(float64):
+    losses = draw(40, [3.0, 3.0, 3.0, 3.0], noise=1.0)
+    alpha, measured, read = race(losses)
+    assert read == 40
+    assert alpha == [0, 1, 0.5, 0.25][losses.mean(axis=0).argmin()]
+    close(measured, losses.mean(axis=0), 1e-3)
+
+
+def test_equals_do_not_race_to_the_end(float64):
+    """All the same, and θ_t among them: it stays, and the search ends at the first look."""
+    assert race(np.full((40, 4), 3.0))[::2] == (0, FIRST_LOOK)
+
+
+def test_a_race_in_which_no_loss_is_finite_keeps_theta_t(float64):
+    losses = np.full((40, 4), np.inf)
+    assert race(losses)[::2] == (0, 1)
+    assert race(losses, guard=False)[::2] == (1, 1)
+    assert race(losses, race=False)[::2] == (0, 40)
+
+
+losses_of_a_race = st.integers(1, 30).flatmap(
+    lambda n: st.lists(st.lists(st.floats(-10, 10), min_size=n, max_size=n), min_size=1, max_size=5)
+)
+
+
+@given(losses_of_a_race, st.floats(-100, 100), st.sampled_from([np.inf, np.nan]), st.data())
+def test_who_stays_in_the_race(columns, shift, bad, data):
+    """The best stays, and who was ever ahead of it by enough; who is not finite is out at once.
+
+    Losses that all have in common, a batch's or all batches', change nothing.
+    """
+    losses = np.array(columns).T
+    n, count = losses.shape
+    everyone = list(range(count))
+    stay = still_running(losses, everyone)
+    assert int(losses.mean(axis=0).argmin()) in stay
+    if n < FIRST_LOOK:
+        assert stay == everyone
+    for i in set(everyone) - set(stay):
+        best = losses.mean(axis=0).argmin()
+        behind = losses[:, i] - losses[:, best]
+        error = behind.std(ddof=1) / n**0.5
+        assert behind.mean() > module.ERRORS * error - TIE
+    moved = np.round(losses, 1) + np.round(shift)  # exact enough that no comparison tips over
+    assert set(still_running(np.round(losses, 1), everyone)) == set(still_running(moved, everyone))
+    broken = losses.copy()
+    out = data.draw(st.integers(0, count - 1))
+    broken[data.draw(st.integers(0, n - 1)), out] = bad
+    if count > 1:
+        assert out not in still_running(broken, everyone)

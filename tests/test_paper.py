@@ -82,6 +82,7 @@ OPEN = {
     "warmup_lr": "the learning rate of the common warm-up is not printed",
     "clip": "only in the authors' code, which has 1",
     "guard": "not in the paper: docs/differences.md",
+    "race": "not in the paper: docs/differences.md",
     "line_search_tokens": "the paper does not say how many tokens its line search reads",
     "b2": "of AdamW and SOAP it is in Appendix H; of Gauss-Newton's inner optimizer it is not",
     "largest": "of SOAP: which matrices it rotates is not in the paper",

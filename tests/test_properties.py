@@ -547,7 +547,7 @@ def test_line_search_is_never_worse_than_its_grid_and_guarded_stays_finite(c, le
     end = plus(c.theta, c.delta, length)
     if bad is not None:
         end["head"] = end["head"].at[0, 0].set(bad)
-    alpha, losses = line_search(c.theta, end, lambda k: c.tokens, config)
+    alpha, losses, _ = line_search(c.theta, end, lambda k: c.tokens, config)
     if bad is not None:
         assert alpha == (0 if guard else 1)
         return

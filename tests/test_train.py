@@ -17,12 +17,40 @@ from hypothesis import strategies as st
 import baselines
 import data
 import gn
+import gn_cg
 import model
 import plot
 import sample
 import train
+from line_search import line_search
 from runtime import checkpoint, command, flags, report
 from text import tokenizer
+
+
+@pytest.mark.parametrize("method", ["gn", "gn_cg"])
+def test_tokens_are_those_that_were_read(here, method, monkeypatch):
+    """A line search that ends early counts with what it has read until then, in every row."""
+    searched = []
+
+    def noted(*args):
+        alpha, losses, read = line_search(*args)
+        searched.append(read)
+        return alpha, losses, read
+
+    for module in (gn, gn_cg):
+        monkeypatch.setattr(module, "line_search", noted)
+    many = ["--batch", "1280", "--steps", "2", "--alphas", "1 0.1"]  # 20 inner batches
+    if method == "gn_cg":
+        many += ["--cg-steps", "3"]
+    assert run("--method", method, "--out", "r", *many) == 0
+    assert 8 <= min(searched) < 20
+    tokens = [0, 64 * searched[0], 64 * sum(searched)]
+    log = rows("r")
+    assert [row["tokens_line_search"] for row in log] == tokens
+    assert [row["tokens"] for row in log] == [128 + t * 1280 + tokens[t] for t in range(3)]
+    assert run("--method", method, "--out", "whole", *many, "--race", "false") == 0
+    assert rows("whole")[-1]["tokens_line_search"] == 2 * 1280
+    assert [row["alpha"] for row in rows("whole")] == [row["alpha"] for row in log]
 
 
 @pytest.mark.parametrize("method", list(train.METHODS))
