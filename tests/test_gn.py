@@ -392,13 +392,14 @@ def test_parameter_weight_decay_shrinks_matrices_once_an_outer_step(float64):
     jax.tree.map(check, plain.theta, decayed.theta, matrices)
 
 
-@pytest.mark.parametrize("tau", [0.0, 0.6])
-def test_fault_7_an_average_over_outer_steps_still_forgets_the_start(float64, tau):
+@pytest.mark.parametrize("tau, passes", [(0.0, 1), (0.6, 1), (0.6, 2)])
+def test_fault_7_an_average_over_outer_steps_still_forgets_the_start(float64, tau, passes):
     """With a line search, n outer steps of N inner ones: τ^(nN) θ_0 + (1 - τ^N) Σ τ^(N(n-i)) θ_i.
 
-    The average is evaluated, and steers nothing. τ = 0: there is none.
+    N counts the inner steps of every pass. The average is evaluated, and steers nothing. τ = 0:
+    there is none.
     """
-    config = config_of(TOY, average=tau)
+    config = config_of(TOY, average=tau, inner_epochs=passes)
     thetas = [random_params(TOY)]
     state = gn.init(thetas[0], config)
     for seed in (1, 2, 3):
@@ -411,7 +412,7 @@ def test_fault_7_an_average_over_outer_steps_still_forgets_the_start(float64, ta
         assert optimizers.weights(state) is state.params
         return
 
-    decay = tau**config.inner_steps
+    decay = tau ** (2 * passes)  # two inner steps a pass
     expected = jax.tree.map(lambda a: decay**3 * a, thetas[0])
     for i in (1, 2, 3):
         expected = add(expected, thetas[i], (1 - decay) * decay ** (3 - i))
