@@ -31,11 +31,12 @@ SCHEDULES = {  # how the learning rate falls, by how far the run is, from 0 to 1
 @traced
 @dataclass(frozen=True)
 class Config:
-    """What every baseline has. The first three fields are filled in by train.py."""
+    """What every baseline has. The first four fields are filled in by train.py."""
 
     network: model.Config
     inner_steps: int  # inner batches in a batch, N
     outer_steps: int  # optimizer steps of the run
+    micro_batch: int = 0  # sequences that a device computes on at once, at most; 0 = all
     # peak learning rate, per update (Appendix H: AdamW 0.001 to 0.03, Muon and SOAP 0.01 to 0.3)
     lr: float = 0.003
     schedule: str = "cosine"  # cosine | constant, over the run (App. H; constant with --average)
@@ -160,10 +161,16 @@ def value_and_grad(params, tokens, network):
 @partial(parallel.jit, donate_argnames="state")
 def accumulate(state, tokens, config):
     """The State with the loss and gradient of one more inner batch, int32 [B, T+1], added."""
-    mean = parallel.mean(partial(value_and_grad, network=config.network))  # over the devices
+    f = partial(value_and_grad, network=config.network)
+    mean = parallel.mean(f, config.micro_batch)  # over the devices
     loss, grad = mean(state.params, tokens)
     grad = jax.tree.map(jnp.add, state.grad, grad)
     return state._replace(k=state.k + 1, loss=state.loss + loss, grad=grad)
+
+
+def lower(state, tokens, config):
+    """The program of `accumulate`, which needs the most memory, before it is compiled."""
+    return accumulate.lower(state, tokens, config)
 
 
 def learning_rate(t, config):

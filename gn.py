@@ -209,7 +209,7 @@ def inner_step(state, tokens, config, value_and_grad=value_and_grad):
     is jax.jit; parallel.mean(f) is the mean of f over the devices, each with a share of the tokens.
     """
     delta = jax.tree.map(jnp.subtract, state.theta, state.params)
-    mean_value_and_grad = parallel.mean(partial(value_and_grad, config=config))
+    mean_value_and_grad = parallel.mean(partial(value_and_grad, config=config), config.micro_batch)
     ell, L2, grad = mean_value_and_grad(state.params, delta, tokens)
 
     # Damping adds ½ λ |δ|² to L2, and λ δ to its gradient.
@@ -226,6 +226,11 @@ def inner_step(state, tokens, config, value_and_grad=value_and_grad):
     inner_losses = state.inner_losses.at[state.k].set(L2)
     state = state._replace(losses=losses, inner_losses=inner_losses)
     return state._replace(theta=theta, average=average, opt=opt, k=state.k + 1)
+
+
+def lower(state, tokens, config, value_and_grad=value_and_grad):
+    """The program of `inner_step`, which needs the most memory, before it is compiled."""
+    return inner_step.lower(state, tokens, config, value_and_grad)
 
 
 @parallel.jit

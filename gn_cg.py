@@ -110,7 +110,12 @@ def solve(state, batches, config, value_and_grad=gn.value_and_grad):
 def measure(theta0, delta, tokens, config, objective, value_and_grad):
     """loss, value and gradient of an objective at θ_t + δ, means over tokens, int32 [B, T+1]."""
     f = partial(value_and_grad, config=config, objective=objective)
-    return parallel.mean(f)(theta0, delta, tokens)
+    return parallel.mean(f, config.micro_batch)(theta0, delta, tokens)
+
+
+def lower(state, tokens, config):
+    """The program of `measure`, which needs the most memory, before it is compiled."""
+    return measure.lower(state.params, state.theta, tokens, config, gn.quadratic, gn.value_and_grad)
 
 
 @parallel.jit

@@ -49,6 +49,11 @@ def value_and_grad(theta0, delta, tokens, config):
     return gn.value_and_grad(theta0, delta, tokens, config, exact)
 
 
+def lower(state, tokens, config):
+    """The program of an inner step; see gn.py."""
+    return gn.lower(state, tokens, config, value_and_grad)
+
+
 def update(state, batches, fresh, config, watch=lambda state: None):
     """One outer step of Algorithm 2; arguments and results as gn.update's, inner_loss being L1."""
     return gn.update(state, batches, fresh, config, watch, value_and_grad)

@@ -220,6 +220,11 @@ def down(pullbacks, cotangents):
     return merge(grads)
 
 
+def lower(state, tokens, config):
+    """The program of an inner step; see gn.py."""
+    return gn.lower(state, tokens, config, value_and_grad)
+
+
 def update(state, batches, fresh, config, watch=lambda state: None):
     """One outer step; arguments and results as gn.update's, inner_loss being the L2 above."""
     return gn.update(state, batches, fresh, config, watch, value_and_grad)

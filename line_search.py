@@ -49,15 +49,14 @@ class BaseConfig:
     inner_steps: int  # inner batches in a batch, N
     outer_steps: int  # outer steps of the run
     inner_tokens: int = 0  # tokens in an inner batch
+    micro_batch: int = 0  # sequences that a device computes on at once, at most; 0 = all
     model: Any = model  # the module of the network's functions: model.py, or one of your own
     line_search: int = 5  # how many α = 2^(-i/2) are tried (Appendix D); 0 = no search, α = 1
     # the α that are tried in place of those, between blanks, such as "1 0.5 0.25"
     alphas: str = ""
     # about how many fresh tokens, at most; 0 = as many as a batch (Algorithm 1)
     line_search_tokens: int = 0
-    race: bool = (
-        True  # drop an α once it is known to be behind; false = read all fresh tokens (paper)
-    )
+    race: bool = True  # drop an α once it is known to be behind; false = never, as in the paper
     guard: bool = True  # refuse a step when no step size beats θ_t; false = as in the paper
 
     def __post_init__(self):
@@ -127,7 +126,8 @@ def loss_at(theta0, theta, alpha, tokens, config):
     inf if it is not finite, or if α > 0 and θ is not finite: the loss alone may not show that, as
     the tokens do not read all rows of the embedding.
     """
-    mean_loss = parallel.mean(partial(config.model.loss, config.network))
+    loss = partial(config.model.loss, config.network)
+    mean_loss = parallel.mean(loss, config.micro_batch)
     loss = mean_loss(between(theta0, theta, alpha), tokens)
     is_finite = [jnp.isfinite(a).all() for a in jax.tree.leaves(theta)]
     theta_is_finite = jnp.array(is_finite).all()

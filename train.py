@@ -33,7 +33,7 @@ import layerwise_gn
 import model
 import optimizers
 from kernels import choice
-from runtime import checkpoint, files, flags, live, parallel, report
+from runtime import checkpoint, files, flags, live, memory, parallel, report
 from runtime.command import blaming_input, command, explain, say
 from runtime.progress import Progress
 from text.tokenizer import Tokenizer, tokenizer
@@ -83,6 +83,9 @@ class Config:
     steps: int = None
     # sequences in an inner batch, b_inner (Section 5: 32 at 45m, 128 at 150m)
     inner_batch: int = None
+    # sequences of it that a device computes on at once, at most; default: as many as its memory
+    # holds. It changes no result, but for rounding
+    micro_batch: int = None
     eval_tokens: int = None  # held-out tokens that an evaluation reads, at most
     # outer steps from one evaluation and save to the next; default: as many as read --eval-tokens
     eval_every: int = None
@@ -103,7 +106,7 @@ class Config:
     def check(self):
         """Raises ValueError if a field has a bad value."""
         counts = ("batch", "tokens", "steps", "inner_batch", "eval_tokens", "eval_every")
-        flags.check_range(self, counts, least=1)
+        flags.check_range(self, (*counts, "micro_batch"), least=1)
         flags.check_range(self, ("warmup_lr", "target_loss", "save_every"), above=0)
         flags.check_range(self, ("warmup_tokens",), least=0)
         flags.check_range(self, ("seed",), least=0, below=2**32)
@@ -122,7 +125,7 @@ MEANT = {
 }
 
 # The fields of a method's Config that are no flags: `configure` fills them in.
-DERIVED = ("model", "network", "inner_steps", "outer_steps", "inner_tokens")
+DERIVED = ("model", "network", "inner_steps", "outer_steps", "inner_tokens", "micro_batch")
 
 NO_END = 2**31 - 1  # what a method is told of the steps of a run that ends at its target only
 
@@ -205,6 +208,11 @@ class Run(NamedTuple):
     def step_batches(self):
         """Inner batches that an outer step reads, line search included."""
         return self.settings.inner_steps + self.settings.fresh_batches
+
+    @property
+    def micro_batch(self):
+        """Sequences that a device computes on at once, at most; 0 = all that it has."""
+        return getattr(self.settings, "micro_batch", 0)
 
     @property
     def passes(self):
@@ -381,9 +389,12 @@ def work_out(config, network, parameters):
 
 def configure_method(method, config, network, inner_steps, values):
     """The method's own Config. Raises ValueError if one of its values is bad."""
-    sizes = {}
-    if "inner_tokens" in flags.fields_of(method.Config):
-        sizes["inner_tokens"] = config.inner_batch * network.context
+    known = {
+        "inner_tokens": config.inner_batch * network.context,
+        "micro_batch": config.micro_batch or 0,
+    }
+    fields = flags.fields_of(method.Config)
+    sizes = {name: value for name, value in known.items() if name in fields}
     own = pick(values, method.Config, DERIVED)
     outer_steps = NO_END if config.steps is None else config.steps
     settings = method.Config(network, inner_steps, outer_steps, **sizes, **own)
@@ -410,9 +421,11 @@ def find_tie(settings):
 def flags_that_may_differ(tied_by):
     """The flags in which two commands for one run may differ: its folder and, if it may, length.
 
-    Of a length, only the steps count. tied_by: as in a Run.
+    Of a length, only the steps count. A micro-batch is a matter of the machine. tied_by: as in a
+    Run.
     """
-    return ("out", "tokens") if tied_by else ("out", "tokens", "steps")
+    always = ("out", "tokens", "micro_batch")
+    return always if tied_by else (*always, "steps")
 
 
 def name_of(values, fields):
@@ -561,7 +574,8 @@ def make_warm_up(session, params, key):
     run = session.run
     steps = run.warmup_batches
     constant = {"lr": run.config.warmup_lr, "schedule": "constant", "warmup": 0.1}
-    settings = baselines.AdamW(run.network, inner_steps=1, outer_steps=steps, **constant)
+    sizes = {"inner_steps": 1, "outer_steps": steps, "micro_batch": run.micro_batch}
+    settings = baselines.AdamW(run.network, **sizes, **constant)
     begin = parallel.jit(baselines.init, static_argnums=1)
     # Under its key, so that one of another version of JAX is not taken.
     begun = {key: {"state": begin(params, settings), "code": code_bytes()}}
@@ -587,10 +601,10 @@ def make_warm_up(session, params, key):
 # ---- training ------------------------------------------------------------------------------------
 
 
-@partial(jax.jit, static_argnames="network")
-def loss(network, params, tokens):
-    """Mean loss in nats per token on tokens, int32 [B, T+1]."""
-    return parallel.mean(partial(model.loss, network))(params, tokens)
+@partial(jax.jit, static_argnames=("network", "micro_batch"))
+def loss(network, params, tokens, micro_batch=0):
+    """Mean loss in nats per token on tokens, int32 [B, T+1]; micro_batch: see parallel.mean."""
+    return parallel.mean(partial(model.loss, network), micro_batch)(params, tokens)
 
 
 def evaluate(session, params):
@@ -609,7 +623,7 @@ def evaluate(session, params):
         numbers = range(first, min(first + size, windows))
         rows = data.sequences([text], context, 0, numbers)
         tokens = parallel.put(run.mesh, rows, parallel.rows)
-        total += loss(run.network, params, tokens) * len(rows)
+        total += loss(run.network, params, tokens, run.micro_batch) * len(rows)
     return float(total) / windows
 
 
@@ -859,12 +873,40 @@ def execute(run, corpus, signals):
     parallel.wait()  # or another process would find the folder half made
     open_folder(run, corpus, state)
     choice.choose(run.network)
+    with jax.set_mesh(run.mesh):
+        run, memory_needed = fit_memory(run, like)
     whole_text = None if corpus.meta["later_files"] else corpus.train.tokens_in_windows()
-    report.opening(run, choice.forms(run.network), data.describe(corpus.meta), whole_text, begun)
+    forms = choice.forms(run.network)
+    report.opening(run, forms, memory_needed, data.describe(corpus.meta), whole_text, begun)
     with jax.set_mesh(run.mesh), signals.deferred():
         rows = train(open_session(run, corpus, signals), state, rows)
     report.summary(run, rows)
     return rows
+
+
+def fit_memory(run, init):
+    """The run with the largest micro-batch that fits into the memory of a device, and the bytes.
+
+    init: a function that makes the method's state. None for the bytes: --micro-batch is given, or
+    nothing is known of the memory, or of what the method needs; then the run is as it was.
+    """
+    limit = memory.available()
+    can_lower = hasattr(run.method, "lower") and hasattr(run.settings, "micro_batch")
+    if run.config.micro_batch or limit is None or not can_lower:
+        return run, None
+
+    tokens = jax.ShapeDtypeStruct((run.config.inner_batch, run.network.context + 1), jnp.int32)
+    tokens = parallel.shapes(run.mesh, tokens, parallel.rows)
+    state = parallel.shapes(run.mesh, jax.eval_shape(init))
+
+    def lower(size):
+        settings = replace(run.settings, micro_batch=size)
+        return run.method.lower(state, tokens, settings)
+
+    sequences = run.config.inner_batch // run.mesh.size
+    size, needed = memory.find_micro_batch(sequences, lower, limit)
+    size = -int(parallel.largest(-size))  # the smallest of all processes
+    return run._replace(settings=replace(run.settings, micro_batch=size)), needed
 
 
 def describe_begun(run, state, rows):

@@ -22,6 +22,7 @@ from functools import partial, wraps
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -184,14 +185,18 @@ def rows(mesh, tokens):
     return PartitionSpec(*mesh.axis_names)
 
 
-def mean(f):
+def mean(f, micro_batch=0):
     """f averaged over the devices, each of which calls it with its share of the tokens.
 
     f(*trees, tokens) -> tree of arrays. trees: of arrays, such as the parameters, whole in every
     call. tokens: int32 [B, T+1]; with n devices, a call gets B/n of the rows. What f returns must
     be a mean over its rows: as every share has the same size, the mean of the n results is then the
     mean over all B rows. Use it inside a jitted function. On one device it is f itself.
+
+    micro_batch: how many rows a device computes on at once, at most; 0 = its whole share. The
+    results are added up, so that f needs memory for so many rows only.
     """
+    f = in_parts(f, micro_batch)
 
     def averaged(*args):
         mesh = jax.sharding.get_abstract_mesh()
@@ -232,6 +237,33 @@ def mean(f):
         return on_all_devices(*args)
 
     return averaged
+
+
+def in_parts(f, most):
+    """f(*trees, tokens) as the mean over equal parts of tokens [B, T+1], of at most `most` rows.
+
+    0 = as it is.
+    """
+
+    def averaged(*args):
+        *trees, tokens = args
+        B = len(tokens)
+        n = -(-B // most)  # parts, rounded up
+        while B % n:  # until all have the same number of rows
+            n += 1
+        if n == 1:
+            return f(*args)
+
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, f(*trees, part)), None
+
+        parts = tokens.reshape(n, -1, tokens.shape[1])
+        shapes = jax.eval_shape(f, *trees, parts[0])
+        zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+        total, _ = jax.lax.scan(add, zero, parts)
+        return jax.tree.map(lambda a: a / n, total)
+
+    return averaged if most else f
 
 
 def jit(f, **options):
@@ -276,6 +308,19 @@ def shared(f):
         return place(mesh, f(shares))
 
     return divided
+
+
+def shapes(mesh, tree, where=spec):
+    """The shapes of a tree of arrays, for programs that are compiled before there are any.
+
+    where(mesh, a): where array a will be.
+    """
+
+    def shape_of(a):
+        sharding = NamedSharding(mesh, where(mesh, a))
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+    return jax.tree.map(shape_of, tree)
 
 
 def put(mesh, tree, where=spec):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 
+from runtime import memory
 from runtime.flags import flag_of
 
 COLUMNS = {  # of the table: a log row's number, the width of its column, its format
@@ -42,11 +43,12 @@ def table_row(row):
 # ---- before and after a run ----------------------------------------------------------------------
 
 
-def opening(run, forms, text, whole_text, begun):
+def opening(run, forms, memory_needed, text, whole_text, begun):
     """Prints what a run is about to do.
 
     In words: forms, whether kernels run; text, what its text has; begun, what an earlier command
-    has done of the run. whole_text: tokens of training windows; None if not all are tokenized yet.
+    has done of the run. memory_needed: bytes of a device that an inner batch needs; None if that
+    is not known. whole_text: tokens of training windows; None if not all are tokenized yet.
     """
     config, context = run.config, run.network.context
     devices = describe_devices(run, forms)
@@ -55,6 +57,8 @@ def opening(run, forms, text, whole_text, begun):
 
     inner = f"{run.settings.inner_steps} inner batches of {config.inner_batch} x {context}"
     print(f"{describe_length(config)}: {inner} (sequences, positions)")
+    if memory_needed is not None:
+        print(describe_memory(run, memory_needed))
     if run.tied_by:
         print(f"a longer run is another one, as its learning rate would be another: {run.tied_by}")
     for line in changes(run):
@@ -69,6 +73,14 @@ def opening(run, forms, text, whole_text, begun):
     if given:
         print("flags given:", *given)
     print(f"{config.out}: {begun}")
+
+
+def describe_memory(run, needed):
+    """How much of an inner batch a device computes on at once, and the memory for that."""
+    share = run.config.inner_batch // run.mesh.size
+    at_once = f"{run.micro_batch} of {share} sequences at once on each device"
+    gib = f"{needed / 2**30:.1f} of {memory.available() / 2**30:.1f} GiB"
+    return f"memory: {at_once}, which takes {gib}"
 
 
 def describe_length(config):

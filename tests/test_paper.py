@@ -90,6 +90,7 @@ OPEN = {
     "qk_norm": "only in the authors' code",
     "dtype": "what is fast on this machine",
     "head_chunk": "how memory is used; the result is the same",
+    "micro_batch": "how memory is used; the result is the same",
 }
 
 COSINE, CONSTANT = {"schedule": "cosine"}, {"schedule": "constant"}

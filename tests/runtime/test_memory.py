@@ -1,0 +1,143 @@
+"""Micro-batches: the same step in less memory, and the largest of them that fit."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TOY, many, random_params, rows, run
+from hypothesis import given
+from hypothesis import strategies as st
+
+import train
+from runtime import memory, parallel
+
+
+def assert_close(a, b, **tolerance):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), a, b)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(("most", "seen"), [(0, 6), (1, 1), (2, 2), (4, 3), (5, 3), (6, 6), (9, 6)])
+def test_a_mean_over_parts_is_the_mean(float64, devices, most, seen):
+    """In as few equal parts as there can be; on each of two devices too, with its own rows."""
+    heights = []
+
+    def f(x, tokens):
+        heights.append(len(tokens))
+        return {"value": x * tokens.mean(), "grad": tokens.mean(axis=0)}
+
+    tokens = np.random.default_rng(0).normal(size=(6 * devices, 3))
+    with jax.set_mesh(parallel.mesh(devices)):
+        found = jax.jit(parallel.mean(f, most))(2.0, tokens)
+    assert set(heights) == {seen}
+    assert_close(found, {"value": 2 * tokens.mean(), "grad": tokens.mean(axis=0)}, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", train.METHODS)
+def test_a_step_in_micro_batches_is_the_same_step(float64, name):
+    """Two outer steps of each method, line search included: states and metrics."""
+    changes = {"soap": {"largest": 8}, "gn_cg": {"damping": 0.1, "cg_steps": 3}}.get(name, {})
+    method = train.METHODS[name]
+
+    def steps(micro_batch):
+        config = method.Config(TOY, 2, 3, micro_batch=micro_batch, **changes)
+        state = method.module.init(random_params(TOY), config)
+        for _ in range(2):
+            state, metrics = method.module.update(state, *many(TOY, 4), config)
+        return state, metrics
+
+    whole = steps(0)
+    for size in (1, 2):
+        assert_close(steps(size), whole, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", train.METHODS)
+def test_a_smaller_micro_batch_needs_less_memory(name):
+    """By the compiler's own figures of the program that `lower` returns."""
+    method = train.METHODS[name]
+    network = replace(TOY, context=64, d_model=32, d_ff=128)
+    tokens = jax.ShapeDtypeStruct((16, network.context + 1), jnp.int32)
+    needed = {}
+    for size in (1, 16):
+        config = method.Config(network, 2, 3, micro_batch=size)
+        state = jax.eval_shape(lambda c=config: method.module.init(random_params(network), c))
+        needed[size], arguments = memory.usage(method.module.lower(state, tokens, config))
+        assert arguments >= sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state.params))
+    assert needed[1] < needed[16] / 2
+
+
+def program(arguments, results, in_place, between):
+    """What the compiler says of a program, in bytes."""
+    analysis = SimpleNamespace(
+        argument_size_in_bytes=arguments,
+        output_size_in_bytes=results,
+        alias_size_in_bytes=in_place,
+        temp_size_in_bytes=between,
+    )
+    compiled = SimpleNamespace(memory_analysis=lambda: analysis)
+    return SimpleNamespace(compile=lambda: compiled)
+
+
+def test_results_in_the_place_of_arguments_need_no_memory_of_their_own():
+    assert memory.usage(program(100, 90, 80, 1000)) == (1110, 100)
+
+
+@given(
+    sequences=st.integers(1, 200),
+    state=st.integers(0, 2000),
+    constant=st.integers(0, 500),
+    per_sequence=st.integers(1, 100),
+    room=st.integers(1, 10_000),
+)
+def test_the_largest_micro_batch_that_fits(sequences, state, constant, per_sequence, room):
+    """Of those that divide the inner batch; 1 if none does. Few programs are compiled for that."""
+    compiled = []
+
+    def lower(size):
+        compiled.append(size)
+        return program(state, state, state, constant + per_sequence * size)
+
+    def needed(size):
+        return state + constant + per_sequence * size
+
+    size, found = memory.find_micro_batch(sequences, lower, room / memory.SHARE)
+    assert found == needed(size)
+    assert sequences % size == 0
+    fits = found <= room * (1 + 1e-9)
+    assert fits or size == 1
+    larger = [n for n in range(size + 1, sequences + 1) if sequences % n == 0]
+    if constant == 0:  # with a constant, a guess from a large size may be too small
+        assert not [n for n in larger if needed(n) <= room * (1 - 1e-9)]
+        assert len(compiled) <= 2
+    assert len(set(compiled)) == len(compiled)
+
+
+def test_a_run_takes_micro_batches_that_fit(here, capsys, monkeypatch):
+    """Where there is next to no memory, one sequence at a time. The run is the same one."""
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
+    assert run("--out", "whole") == 0
+    assert "memory:" not in capsys.readouterr().out  # a CPU does not say what it has
+    monkeypatch.setattr(memory, "available", lambda: 10**12)
+    assert run("--out", "large") == 0
+    assert "memory: 4 of 4 sequences at once on each device, which" in capsys.readouterr().out
+
+    needed = []
+    original = memory.usage
+
+    def noted(lowered):
+        needed.append(original(lowered))
+        return needed[-1]
+
+    monkeypatch.setattr(memory, "usage", noted)
+    monkeypatch.setattr(memory, "available", lambda: 1)
+    assert run("--out", "small") == 0
+    assert "memory: 1 of 4 sequences at once on each device, which" in capsys.readouterr().out
+    assert needed[-1] < needed[0]
+    losses = [[row["val_loss"] for row in rows(out)] for out in ("whole", "small")]
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+    assert run("--out", "small", "--micro-batch", "2") == 0
+    said = capsys.readouterr().out
+    assert "--micro-batch 2" in said and "memory:" not in said
