@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runtime import files, flags
-from text import folders
+from text import folders, formats
 from text.formats import READERS, reader, text, tidy
 
 C4_TRAIN = 1024  # files of training text in C4 (allenai/c4, en)
@@ -37,8 +37,12 @@ class Source(NamedTuple):
     files: int  # how many it reads one after another
     size: int  # bytes on disk; of C4's files, which are not here, about
     stamp: list  # names, sizes and times of the files: it differs if one of these has changed
-    read: Callable  # () -> its documents, one after another
+    chunks: Callable  # () -> its documents in chunks (text/formats.py), one after another
     held_out: bool  # whether all of it is for validation
+
+    def read(self):
+        """Its documents, one after another."""
+        return formats.documents(self.chunks())
 
 
 def sources(corpus):
@@ -109,7 +113,7 @@ def nothing_readable(path, others=""):
 
 
 def source_of_files(name, paths, read, held_out=False):
-    """The source that reads these files one after another, by read(path)."""
+    """The source that reads these files one after another, each by its reader read(path)."""
     stamp = []
     size = 0
     for path in paths:
@@ -117,12 +121,12 @@ def source_of_files(name, paths, read, held_out=False):
         stamp.append((str(path), stat.st_size, stat.st_mtime_ns))
         size += stat.st_size
 
-    def read_all():
+    def chunks():
         for path in paths:
             with files.named(path):
                 yield from read(path)
 
-    return Source(name, len(paths), size, stamp, read_all, held_out)
+    return Source(name, len(paths), size, stamp, chunks, held_out)
 
 
 # ---- C4 over a network ---------------------------------------------------------------------------
@@ -139,9 +143,14 @@ def c4():
         names.append(f"c4-train.{number:05}-of-{C4_TRAIN:05}.json.gz")
     found = []
     for name in names:
-        read = partial(patient, partial(stream, name))
-        found.append(Source(name, 1, C4_BYTES, [], read, held_out="validation" in name))
+        chunks = partial(chunks_of_c4, name)
+        found.append(Source(name, 1, C4_BYTES, [], chunks, held_out="validation" in name))
     return found
+
+
+def chunks_of_c4(name):
+    """The chunks of one of C4's files."""
+    return formats.lists(patient(partial(stream, name)))
 
 
 def stream(name):

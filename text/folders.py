@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from runtime.files import UNREADABLE
+from text import formats
 from text.formats import reader
 
 PACKAGES = {"__pycache__", "node_modules", "site-packages"}  # folders of other programs
@@ -123,7 +124,8 @@ def is_text(path):
 def has_document(path, size, time):
     """Whether the first document of a file, of this size and time, can be read."""
     try:
-        next(reader(path)(path), None)
+        chunks = reader(path)(path)
+        next(formats.documents(chunks), None)
     except ValueError:
         return False
     return True

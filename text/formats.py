@@ -1,8 +1,12 @@
 """How the documents of one file are read: .txt, .jsonl, .json, .parquet, and the gzipped forms.
 
-A reader is a function of a path that yields documents. It raises ValueError if the file is not what
-its name says: one line, with the place in the file. Text is UTF-8. A byte order mark, with which
-some programs begin a file, is no part of the text.
+A reader is a function of a path that yields chunks. A chunk is a list of documents, or it is Lines,
+which parses its documents when they are asked for. So another process can do the parsing: a chunk
+is sent there as it is. Read again, a file has the same documents, in the same order.
+
+A document raises ValueError, as a reader does, if the file is not what its name says: one line,
+with the place in the file. Text is UTF-8. A byte order mark, with which some programs begin a file,
+is no part of the text.
 """
 
 import codecs
@@ -12,11 +16,15 @@ import json
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
+from functools import partial, wraps
+from itertools import islice
+from pathlib import Path
 
 PIECE = 4096  # characters of a .txt file after which the next empty line ends a document
 LONGEST = 4 * PIECE  # characters after which the next end of a line, or of PIECE more, ends it
-BLOCK = 2**20  # bytes of a file that are unzipped at a time
+CHUNK = 64  # documents in a list
+BLOCK = 2**18  # bytes of a file that are unzipped at a time
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # byte order marks; UTF-32 begins like them
 DAMAGE = (gzip.BadGzipFile, EOFError, zlib.error)  # what a damaged .gz file raises
 
@@ -33,9 +41,32 @@ def opened(path):
         yield file
 
 
+def documents(chunks):
+    """The documents of chunks, one after another."""
+    for chunk in chunks:
+        yield from chunk
+
+
+def lists(texts):
+    """Documents in lists of CHUNK; the last may be shorter."""
+    while chunk := list(islice(texts, CHUNK)):
+        yield chunk
+
+
+def in_lists(read):
+    """A decorator of a function of a path that yields documents: it becomes a reader."""
+
+    @wraps(read)
+    def read_lists(path):
+        return lists(read(path))
+
+    return read_lists
+
+
 # ---- .txt, .py -----------------------------------------------------------------------------------
 
 
+@in_lists
 def text(path):
     """A .py file is one document. A .txt file is cut: see PIECE and LONGEST."""
     is_cut = path.suffix != ".py"
@@ -87,27 +118,47 @@ def wrong_byte(path):
 # ---- .jsonl, .json -------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Lines:
+    """Whole lines of a file in C4's format: each is a JSON object whose "text" is a document."""
+
+    path: Path
+    first: int  # the number of the first line
+    content: bytes  # the lines, without the end of the last one
+
+    def __iter__(self):
+        """Its documents, parsed one after another."""
+        for number, line in enumerate(self.content.split(b"\n"), self.first):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            yield from document_of(row, self.path, f"line {number}")
+
+
 def objects(path):
-    """C4's format: each line is a JSON object whose "text" is a document."""
-    for number, line in numbered_lines(path):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        yield from document_of(row, path, f"line {number}")
+    """A file in C4's format, as Lines."""
+    number = 1  # of the line that comes next
+    try:
+        with opened(path) as file:
+            for content in blocks_of_lines(file):
+                yield Lines(path, number, content)
+                number += content.count(b"\n") + 1
+    except DAMAGE as error:
+        raise ValueError(f"data {path}: damaged after line {number - 1}: {error}") from None
 
 
 def objects_or_array(path):
-    """A .json file: lines as in C4's format, or one JSON object, or one array of objects.
+    """A .json file: lines as in C4's format, or one JSON object, or one array of objects."""
+    return objects(path) if begins_with_object(path) else array(path)
 
-    An array is held in memory. Lines are not.
-    """
-    if begins_with_object(path):
-        yield from objects(path)
-        return
-    content = b"\n".join(line for _, line in numbered_lines(path))
+
+@in_lists
+def array(path):
+    """A file of one JSON object, or of one array of objects. It is held in memory."""
+    content = b"\n".join(lines.content for lines in objects(path))
     try:
         rows = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -120,15 +171,16 @@ def objects_or_array(path):
 
 def begins_with_object(path):
     """Whether the first line that is not blank is a whole JSON object; true if there is none."""
-    for _, line in numbered_lines(path):
-        start = line.lstrip()
-        if start.startswith(b"{"):
-            try:
-                return isinstance(json.loads(start), dict)
-            except (ValueError, RecursionError):
+    for lines in objects(path):
+        for line in lines.content.split(b"\n"):
+            start = line.lstrip()
+            if start.startswith(b"{"):
+                try:
+                    return isinstance(json.loads(start), dict)
+                except (ValueError, RecursionError):
+                    return False
+            if start:
                 return False
-        if start:
-            return False
     return True
 
 
@@ -141,28 +193,15 @@ def document_of(row, path, where):
         raise ValueError(f"data {path}: {where} is {what}") from None
 
 
-def numbered_lines(path):
-    """(number, line) for the lines of a file, from 1 on, in bytes, without their ends."""
-    number = 0
-    try:
-        with opened(path) as file:
-            for line in lines(file):
-                number += 1
-                yield number, line
-    except DAMAGE as error:
-        raise ValueError(f"data {path}: damaged after line {number}: {error}") from None
-
-
-def lines(file):
-    """The lines of an open file, in bytes, without their ends."""
+def blocks_of_lines(file):
+    """An open file in blocks of bytes that are whole lines, without the end of the last one."""
     unfinished = []  # what was read of a line whose end was not
     for block in blocks(file):
-        first, *others = block.split(b"\n")
-        unfinished.append(first)
-        if others:  # so `first` ends a line, and the last of `others` begins one
-            yield b"".join(unfinished)
-            yield from others[:-1]
-            unfinished = others[-1:]
+        lines, end, rest = block.rpartition(b"\n")
+        if end:
+            yield b"".join([*unfinished, lines])
+            unfinished = []
+        unfinished.append(rest)
     yield b"".join(unfinished)
 
 
@@ -178,6 +217,7 @@ def blocks(file):
 # ---- .parquet ------------------------------------------------------------------------------------
 
 
+@in_lists
 def table(path):
     """A Parquet file: each value of its column "text" is a document."""
     import pyarrow.parquet  # here, as most runs need none of it

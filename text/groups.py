@@ -160,22 +160,22 @@ class Text:
         window is on each side.
         """
         held_out = [n for n, source in enumerate(self.sources) if source.held_out]
-        self.counts |= zip(held_out, self.make_here(held_out), strict=True)
-        validation = held_out
-        for group, shards in enumerate(self.groups):
-            has_validation = bool(held_out) or self.has_window(validation)
-            ready = has_validation and self.tokens_in_windows() > 0
-            if ready and self.tokens_in_windows() >= need:
-                break
-            self.add(group, self.make_here(shards))
-            if not ready and not held_out:
-                validation = validation + shards
+        with Workers(self.tokenizer, available_cores()) as workers:
+            self.counts |= zip(held_out, self.make_here(held_out, workers), strict=True)
+            validation = held_out
+            for group, shards in enumerate(self.groups):
+                has_validation = bool(held_out) or self.has_window(validation)
+                ready = has_validation and self.tokens_in_windows() > 0
+                if ready and self.tokens_in_windows() >= need:
+                    break
+                self.add(group, self.make_here(shards, workers))
+                if not ready and not held_out:
+                    validation = validation + shards
         return validation
 
-    def make_here(self, shards):
+    def make_here(self, shards, workers):
         """Makes shards in this process, and shows how far it is. Returns their counts."""
-        with Workers(self.tokenizer, available_cores()) as workers:
-            return make_shards(self.sources, shards, self.home, workers, self.holdout, shown=True)
+        return make_shards(self.sources, shards, self.home, workers, self.holdout, shown=True)
 
     def tokens_in_windows(self):
         """How many tokens the windows of the groups predict that are made."""

@@ -30,8 +30,7 @@ import os
 import sys
 import time
 from contextlib import closing, suppress
-from functools import cache, cached_property
-from itertools import islice
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -39,8 +38,8 @@ from tqdm import tqdm
 
 from runtime.command import check_stopped
 from runtime.files import UNREADABLE, digest, locked, named, write_file
+from text.encoding import ALL, NONE, SIDES, encode, hashes
 
-SIDES = ("train", "val")
 COUNTS = (  # of a shard, for each side
     "train_documents",
     "train_tokens",
@@ -52,7 +51,6 @@ COUNTS = (  # of a shard, for each side
 HELD_OUT = 0.05  # fraction of the documents that only validation reads
 SMALL = 2**28  # bytes; of a smaller corpus exactly this fraction is held out, so it is read twice
 LARGE = 2**22  # bytes of a source from which on it pays to start processes
-CHUNK = 64  # documents that are tokenized at a time
 SAVE_SECONDS = 10  # from one record of progress to the next
 
 
@@ -134,27 +132,26 @@ def finish(path, counts):
 def write(source, path, workers, holdout, shown):
     """Tokenizes a source, or the rest of it, into the files of a shard; returns their counts."""
     counts = progress(path)
-    end_of_text = np.uint16(workers.tokenizer.end_of_text).tobytes()
+    largest = ALL if source.held_out else holdout.find(workers)
     with (
         named(path),
         open(f"{path}.train.bin", "ab") as train,
         open(f"{path}.val.bin", "ab") as val,
-        closing(source.read()) as texts,
+        closing(source.chunks()) as chunks,
         progress_bar(source.name, counts["train_tokens"], shown) as bar,
     ):
         files = {"train": train, "val": val}
         for side in SIDES:
             files[side].truncate(2 * counts[f"{side}_tokens"])
-        unread = islice(texts, documents_in(counts), None)
+        unread = skip(chunks, documents_in(counts))
         saved = time.monotonic()
-        for chunk, chunk_ids in encoded(chunks(unread), source.size, workers):
+        for encoded in shared(partial(encode, largest=largest), unread, source.size, workers):
             check_stopped()
-            for text, ids in zip(chunk, chunk_ids, strict=True):
-                side = "val" if source.held_out or text in holdout else "train"
-                files[side].write(ids.tobytes() + end_of_text)
-                counts[f"{side}_documents"] += 1
-                counts[f"{side}_tokens"] += len(ids) + 1
-                counts[f"{side}_bytes"] += len(text.encode())
+            for side in SIDES:
+                files[side].write(encoded[side].ids)
+                counts[f"{side}_documents"] += encoded[side].documents
+                counts[f"{side}_tokens"] += len(encoded[side].ids)
+                counts[f"{side}_bytes"] += encoded[side].size
             bar.update(counts["train_tokens"] - bar.n)
             if time.monotonic() - saved > SAVE_SECONDS:
                 save(path, files, counts)
@@ -188,21 +185,25 @@ def documents_in(counts):
     return counts["train_documents"] + counts["val_documents"]
 
 
-def chunks(texts):
-    """Lists of CHUNK texts each; the last may be shorter."""
-    while chunk := list(islice(texts, CHUNK)):
-        yield chunk
+def skip(chunks, count):
+    """The chunks without their first `count` documents."""
+    for chunk in chunks:
+        if count:
+            documents = list(chunk)
+            chunk = documents[count:]
+            count -= len(documents) - len(chunk)
+        if chunk:
+            yield chunk
 
 
-def encoded(chunks, size, workers):
-    """For each chunk, yields its texts and the ids of each, in order.
+def shared(work, chunks, size, workers):
+    """Yields work(tokenizer, chunk) for each chunk, in order; many processes share the work.
 
     size: bytes of the source. Where tokenizing is quick, or the text small, this process does it.
     """
-    encode = workers.tokenizer.encode
     if workers.tokenizer.name == "bytes" or size < LARGE:
-        return ((texts, map(encode, texts)) for texts in chunks)
-    return workers.encode(chunks)
+        return (work(workers.tokenizer, chunk) for chunk in chunks)
+    return workers.map(work, chunks)
 
 
 def progress_bar(name, start, shown):
@@ -215,7 +216,7 @@ def progress_bar(name, start, shown):
 
 
 class Holdout:
-    """The set of documents that are held out by their hashes: `text in holdout`.
+    """The set of documents that are held out by their hashes.
 
     It is empty if whole sources are held out. Of a corpus below SMALL bytes it is exactly the 5%
     with the smallest hashes, and one document at least, which takes a pass over the whole corpus.
@@ -223,33 +224,33 @@ class Holdout:
     """
 
     def __init__(self, sources, largest=None):
-        """largest: what the property of this name is, where another process has found it."""
+        """largest: what `find` returns, where another process has found it."""
         self.sources = sources
-        if largest is not None:
-            self.largest = largest
+        self.largest = largest
 
-    def __contains__(self, text):
-        return hash_of(text) <= self.largest
+    def find(self, workers):
+        """The largest hash that is held out, 8 bytes, or NONE.
 
-    @cached_property  # when the first document asks: not where all shards are finished
-    def largest(self):
-        """The largest hash that is held out, 8 bytes. Empty, it is smaller than every hash."""
+        It is found once, when the first shard is made: not where all shards are finished.
+        """
+        if self.largest is None:
+            self.largest = self.compute(workers)
+        return self.largest
+
+    def compute(self, workers):
+        """What `find` returns."""
         if any(source.held_out for source in self.sources):
-            return b""
+            return NONE
         if sum(source.size for source in self.sources) > SMALL:
             return int(HELD_OUT * 2**64).to_bytes(8, "big")
-        hashes = set()
+        found = set()
         for source in self.sources:
-            hashes.update(map(hash_of, source.read()))
-        if len(hashes) < 2:
-            return b""
-        count = max(1, round(HELD_OUT * len(hashes)))
-        return sorted(hashes)[count - 1]
-
-
-def hash_of(text):
-    """8 bytes that depend on the whole text and on nothing else."""
-    return hashlib.sha256(text.encode()).digest()[:8]
+            for of_chunk in shared(hashes, source.chunks(), source.size, workers):
+                found |= of_chunk
+        if len(found) < 2:
+            return NONE
+        count = max(1, round(HELD_OUT * len(found)))
+        return sorted(found)[count - 1]
 
 
 # ---- records -------------------------------------------------------------------------------------

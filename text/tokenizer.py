@@ -32,6 +32,9 @@ from typing import NamedTuple
 import numpy as np
 import tiktoken
 
+# GPT-2's pattern, which cuts a text into words, numbers, other signs, blanks, and endings like 's.
+# The group holds all that needs no look at what follows. So written, tiktoken takes less time.
+PATTERN = r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|\s+(?!\S)|\s"
 END = "<|endoftext|>"  # tiktoken's name for the id that ends a document
 PIECE = 100_000  # characters encoded at a time: GPT-2's pattern fails on a million blanks
 T5 = ("google-t5/t5-base", "tokenizer.json")  # a repository on Hugging Face, and a file of it
@@ -100,7 +103,7 @@ def cut(whole, vocab_size):
     numbered = whole._mergeable_ranks.items()
     pieces = {piece: number for piece, number in numbered if number < end}
     vocabulary = tiktoken.Encoding(
-        "cut", pat_str=whole._pat_str, mergeable_ranks=pieces, special_tokens={END: end}
+        "cut", pat_str=PATTERN, mergeable_ranks=pieces, special_tokens={END: end}
     )
 
     def encode(text):

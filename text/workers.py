@@ -1,12 +1,12 @@
-"""Many processes that tokenize: lists of texts in, ids out, in the same order.
+"""Many processes that tokenize: chunks of documents in, ids out, in the same order.
 
 Tokenizing keeps a core busy, and the threads of one process get in each other's way. So a large
 text is tokenized by a pool of processes, the workers, one for each core. Each is a new Python
 ("spawn"), not a copy of this one ("fork"), which would not survive JAX's threads. Four things make
 it small, and end it in time:
 
-- A worker imports this file and the tokenizer, but not the program that runs. Left alone, Python
-  would have each worker of `python train.py` import train.py, and so JAX. So an empty module
+- A worker imports this file, its work and the tokenizer, but not the program that runs. Left alone,
+  Python would have each worker of `python train.py` import train.py, and so JAX. So an empty module
   stands in for the program while a worker starts.
 - NumPy starts no threads in a worker.
 - Ctrl-C reaches all processes of a terminal. Workers do not hear it; their parent ends them.
@@ -41,37 +41,33 @@ class Workers:
         if self.pool:
             self.pool.shutdown(cancel_futures=True)
 
-    def encode(self, chunks):
-        """For each chunk, a list of texts, yields that list and the list of their ids, in order.
+    def map(self, work, chunks):
+        """Yields work(tokenizer, chunk) for each chunk, in order.
 
-        A few chunks are held at a time, so that memory does not grow with the text. Raises OSError
-        if a worker is killed, as a machine does whose memory is full.
+        The function, the chunks and what it makes of them must be such that pickle can send them.
+        A few chunks are held at a time, so that memory does not grow with the text. Raises what the
+        work raises, and OSError if a worker is killed, as a machine does whose memory is full.
         """
         waiting = deque()
         try:
-            for texts in chunks:
-                waiting.append((texts, self.submit(texts)))
+            for chunk in chunks:
+                waiting.append(self.submit(work, chunk))
                 if len(waiting) > 2 * self.processes:
-                    yield finished(*waiting.popleft())
+                    yield waiting.popleft().result()
             while waiting:
-                yield finished(*waiting.popleft())
+                yield waiting.popleft().result()
         except BrokenProcessPool:
             reason = "a process that tokenizes has ended; is the memory full?"
             raise OSError(reason) from None
 
-    def submit(self, texts):
-        """A future of the ids of these texts. The pool starts a worker if none is idle."""
+    def submit(self, work, chunk):
+        """A future of the work on a chunk. The pool starts a worker if none is idle."""
         flag, vocab_size = self.tokenizer.flag_here, self.tokenizer.vocab_size
         if self.pool is None:
             spawn = multiprocessing.get_context("spawn")
             self.pool = ProcessPoolExecutor(self.processes, spawn, initializer=begin)
         with starting_workers():
-            return self.pool.submit(encode_in_worker, flag, vocab_size, texts)
-
-
-def finished(texts, future):
-    """Texts and their ids, once these are there."""
-    return texts, future.result()
+            return self.pool.submit(do_in_worker, work, flag, vocab_size, chunk)
 
 
 @contextmanager
@@ -114,10 +110,9 @@ def end_with_parent():
     os._exit(1)
 
 
-def encode_in_worker(flag, vocab_size, texts):
-    """The ids of each text, by the tokenizer of this flag and size."""
-    tokenizer = tokenizer_of_worker(flag, vocab_size)
-    return [tokenizer.encode(text) for text in texts]
+def do_in_worker(work, flag, vocab_size, chunk):
+    """The work on a chunk, with the tokenizer of this flag and size."""
+    return work(tokenizer_of_worker(flag, vocab_size), chunk)
 
 
 @lru_cache(maxsize=1)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sample_text import documents_of, write_c4, write_text
 
 import data
-from text import token_files
+from text import encoding, formats, token_files
 
 BYTES = data.tokenizer("bytes")
 
@@ -169,7 +169,7 @@ def test_a_corpus_is_described_by_files_documents_and_tokens_of_each_side():
 
 def test_ctrl_c_that_a_library_catches_ends_it_at_the_next_documents(tmp_path, monkeypatch, capsys):
     """What was read until then is kept."""
-    original, calls = token_files.hash_of, []
+    original, calls = encoding.hash_of, []
 
     def hash_of(text):
         calls.append(text)
@@ -179,8 +179,8 @@ def test_ctrl_c_that_a_library_catches_ends_it_at_the_next_documents(tmp_path, m
         return original(text)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(token_files, "hash_of", hash_of)
-    monkeypatch.setattr(token_files, "CHUNK", 4)
+    monkeypatch.setattr(encoding, "hash_of", hash_of)
+    monkeypatch.setattr(formats, "CHUNK", 4)
     path = write_text(tmp_path / "a.txt", documents_of(12))
     assert data.main([path, "--tokenizer", "bytes"]) == 130
     assert len(calls) == 12 + 4

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import pickle
 
 import pyarrow
 import pyarrow.parquet
@@ -31,7 +32,7 @@ def test_a_python_file_is_one_document_and_a_text_file_is_cut(tmp_path):
     text_of = "".join(documents_of(5))
     for name, count in (("a.py", 1), ("a.txt", 5)):
         (tmp_path / name).write_text(text_of)
-        found = list(formats.text(tmp_path / name))
+        found = list(formats.documents(formats.text(tmp_path / name)))
         assert len(found) == count and "".join(found) == text_of
 
 
@@ -99,11 +100,32 @@ def test_line_ends_of_every_system_are_one(tmp_path):
 
 
 @given(st.lists(st.binary(max_size=5)), st.integers(1, 8))
-def test_lines_are_those_of_the_file_wherever_its_blocks_end(parts, size):
-    content = b"\n".join(parts)
+def test_blocks_of_lines_are_the_file_and_end_where_lines_end(lines, size):
+    """Each has a line that ends behind byte `size`, or it is the last."""
+    content = b"\n".join(lines)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(formats, "BLOCK", size)
-        assert list(formats.lines(io.BytesIO(content))) == content.split(b"\n")
+        found = list(formats.blocks_of_lines(io.BytesIO(content)))
+    assert b"\n".join(found) == content
+    longest = max(map(len, content.split(b"\n")))
+    assert all(len(block) < size + longest for block in found)
+
+
+@pytest.mark.parametrize("size", [1, 20, 100, 2**18])
+def test_lines_give_their_documents_in_another_process_too(tmp_path, monkeypatch, size):
+    """Wherever blocks end, and the number of a bad line is that in the file."""
+    monkeypatch.setattr(formats, "BLOCK", size)
+    texts = [f"text {i}" for i in range(30)]
+    rows = [json.dumps({"text": text}) + "\n" * (i % 3 + 1) for i, text in enumerate(texts)]
+    (tmp_path / "a.jsonl").write_text("".join(rows))
+    chunks = [pickle.loads(pickle.dumps(chunk)) for chunk in formats.objects(tmp_path / "a.jsonl")]
+    assert list(formats.documents(chunks)) == texts
+    assert (len(chunks) > 5) == (size < 2**18)
+    (tmp_path / "a.jsonl").write_text("".join([*rows, "3"]))
+    *chunks, last = formats.objects(tmp_path / "a.jsonl")
+    assert list(formats.documents(chunks)) == (texts if chunks else [])
+    with pytest.raises(ValueError, match="line 61 is no JSON object"):
+        list(last)
 
 
 GZIP = gzip.compress(b'{"text": "a"}\n' * 1000)

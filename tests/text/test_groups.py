@@ -14,6 +14,7 @@ from sample_text import documents_of, write_c4, write_text
 import data
 from runtime.command import BadInput
 from text import documents, groups, token_files
+from text.encoding import hash_of
 
 BYTES = data.tokenizer("bytes")
 
@@ -200,11 +201,11 @@ def test_where_no_file_is_held_out_later_groups_do_not_change_validation(tmp_pat
     monkeypatch.setattr(token_files, "SMALL", 1000)
     Path("c").mkdir()
     texts = [documents_of(1, seed=i) for i in range(40)]
-    limit = sorted(token_files.hash_of(text) for (text,) in texts)[3]
-    monkeypatch.setattr(token_files.Holdout, "largest", limit)
+    limit = sorted(hash_of(text) for (text,) in texts)[3]
+    monkeypatch.setattr(token_files.Holdout, "compute", lambda *_: limit)
     for i, documents_of_file in enumerate(texts):
         write_text(Path("c") / f"{i:02}.txt", documents_of_file)
-    held_out = [text for (text,) in texts if token_files.hash_of(text) <= limit]
+    held_out = [text for (text,) in texts if hash_of(text) <= limit]
     assert len(held_out) == 4
     few = data.prepare("c", BYTES, 64, 0)
     assert texts_of(few.val) == held_out[:1]

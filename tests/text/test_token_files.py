@@ -16,7 +16,7 @@ from sample_text import documents_of, write_c4, write_text
 import data
 from runtime import files
 from runtime.cores import available_cores
-from text import documents, groups, token_files
+from text import documents, formats, groups, token_files
 from text.workers import Workers
 
 BYTES = data.tokenizer("bytes")
@@ -26,6 +26,19 @@ SHARD = [
     "00000.val.bin",
     "lock",
 ]  # the files of one finished shard
+
+
+def write_txt_file(folder, documents):
+    return write_text(folder / "a.txt", documents)
+
+
+def write_c4_file(folder, documents):
+    """In C4's format, of which a chunk is Lines."""
+    write_c4(folder / "a.json.gz", documents)
+    return str(folder / "a.json.gz")
+
+
+WRITERS = {"txt": write_txt_file, "c4": write_c4_file}
 
 
 def names(folder):
@@ -90,17 +103,18 @@ def test_text_without_line_breaks_is_cut_into_documents(tmp_path):
     assert sum(map(len, pieces)) == len(line) and all(piece in line for piece in pieces)
 
 
-def test_many_processes_write_what_one_does(tmp_path, monkeypatch):
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_many_processes_write_what_one_does(tmp_path, monkeypatch, write):
     """They are asked where a source is large, unless its ids are its bytes."""
-    path = write_text(tmp_path / "a.txt", documents_of(40))
+    path = write(tmp_path, documents_of(40))
     other = BYTES._replace(name="other")
     asked = []
 
     class BytesWorkers(Workers):
-        def encode(self, chunks):
+        def map(self, work, chunks):
             asked.append(self.processes)
             with Workers(BYTES, 2) as workers:
-                yield from workers.encode(chunks)
+                yield from workers.map(work, chunks)
 
     monkeypatch.setattr(groups, "Workers", BytesWorkers)
     data.prepare(path, other, 64, folder=tmp_path / "small")
@@ -108,7 +122,8 @@ def test_many_processes_write_what_one_does(tmp_path, monkeypatch):
     one = data.prepare(path, BYTES, 64, folder=tmp_path / "one")
     assert asked == []
     many = data.prepare(path, other, 64, folder=tmp_path / "many")
-    assert asked == [available_cores()] and many.meta == one.meta
+    assert asked == 2 * [available_cores()]  # to hash the documents, and to tokenize them
+    assert many.meta == one.meta
     np.testing.assert_array_equal(many.train[0][:], one.train[0][:])
 
 
@@ -192,30 +207,38 @@ def test_a_folder_without_a_name_goes_by_its_own(tmp_path, monkeypatch):
     assert groups.short_name("c4") == "c4"
 
 
-def interrupted(read, stops):
-    """The same documents; before each whose number is in `stops`, the process is stopped once."""
+def interrupted(chunks, stops):
+    """The same chunks; before each document of `stops`, by number, the process is stopped once."""
 
-    def documents():
-        for number, document in enumerate(read()):
+    def documents(chunk, first):
+        for number, document in enumerate(chunk, first):
             if number in stops:
                 stops.remove(number)
                 raise KeyboardInterrupt
             yield document
 
-    return documents
+    def interrupted_chunks():
+        first = 0
+        for chunk in chunks():
+            yield documents(chunk, first)
+            first += len(list(chunk))
+
+    return interrupted_chunks
 
 
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
 @pytest.mark.parametrize("damage", [None, "files cut short", "counts lost"])
-def test_interrupted_anywhere_it_goes_on_and_ends_the_same(tmp_path, monkeypatch, damage):
+def test_interrupted_anywhere_it_goes_on_and_ends_the_same(tmp_path, monkeypatch, damage, write):
     """Token files are bitwise those of one go; what was written but not counted is rewritten."""
-    monkeypatch.setattr(token_files, "CHUNK", 3)
+    monkeypatch.setattr(formats, "CHUNK", 3)
+    monkeypatch.setattr(formats, "BLOCK", 3 * 4800)  # three documents and a part of another
     monkeypatch.setattr(token_files, "SAVE_SECONDS", 0)
-    path = write_text(tmp_path / "a.txt", documents_of(40))
+    path = write(tmp_path, documents_of(40))
     expected = data.prepare(path, BYTES, 64, folder=tmp_path / "whole")
 
     (source,) = documents.sources(path)
     stops = [0, 7, 8, 20, 39]
-    stopped = source._replace(read=interrupted(source.read, stops))
+    stopped = source._replace(chunks=interrupted(source.chunks, stops))
     holdout = token_files.Holdout([source])  # which reads the source too, and is not stopped
     monkeypatch.setattr(documents, "sources", lambda corpus: [stopped])
     monkeypatch.setattr(groups, "Holdout", lambda sources: holdout)
@@ -237,6 +260,13 @@ def test_interrupted_anywhere_it_goes_on_and_ends_the_same(tmp_path, monkeypatch
     np.testing.assert_array_equal(got.train[0][:], expected.train[0][:])
     np.testing.assert_array_equal(got.val[:], expected.val[:])
     assert names(home) == SHARD
+
+
+@given(st.lists(st.lists(st.text(max_size=2), max_size=4)), st.integers(0, 20))
+def test_chunks_are_skipped_by_documents(chunks, count):
+    """Wherever an earlier process ended: it may have cut the source into other chunks."""
+    found = token_files.skip(iter(chunks), count)
+    assert sum(found, []) == sum(chunks, [])[count:]
 
 
 DAMAGES = ["flipped", "shorter", "gone", "flipped, and counted", "counts"]

@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -18,10 +18,12 @@ from sample_text import CACHE, needs_vocabulary, serving, write_text
 
 import data
 from text import tokenizer
+from text.encoding import NONE, encode
 from text.workers import Workers
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 BYTES = tokenizer.tokenizer("bytes")
+WORK = partial(encode, largest=NONE)  # of workers: nothing is held out
 
 
 @pytest.fixture
@@ -65,6 +67,34 @@ def test_gpt2_takes_any_text(s):
             patch.setenv("TIKTOKEN_CACHE_DIR", str(CACHE))
         cut = tokenizer.tokenizer("gpt2")
     assert cut.decode(cut.encode(s)) == s
+
+
+WORDS = [
+    "they're",
+    "'ll ",
+    "1234",
+    "a",
+    "é",
+    "中",
+    "!?",
+    " ",
+    "  ",
+    "\t",
+    "\n\n",
+    "\u3000",
+    "\u0301",
+]
+
+
+@needs_vocabulary
+@given(st.lists(st.sampled_from(WORDS) | TEXT).map("".join))
+def test_gpt2_as_a_whole_has_the_ids_of_tiktoken(s):
+    """Its pattern is written in another way, and cuts a text at the same places."""
+    with pytest.MonkeyPatch.context() as patch:
+        if CACHE.exists():
+            patch.setenv("TIKTOKEN_CACHE_DIR", str(CACHE))
+        whole = tokenizer.tokenizer("gpt2", 50_257)
+        assert whole.encode(s).tolist() == tokenizer.gpt2().encode_ordinary(s)
 
 
 def test_a_vocabulary_is_cut_to_merges_and_end_of_text(monkeypatch):
@@ -434,14 +464,14 @@ def test_workers_make_the_tokenizer_again(path):
     tok = tokenizer.tokenizer(path)
     chunks = [[f"the king {n}", "of</s>"] for n in range(20)]
     with Workers(tok, 2) as workers:
-        for texts, ids in workers.encode(chunks):
-            assert [list(found) for found in ids] == [list(tok.encode(text)) for text in texts]
+        for chunk, sides in zip(chunks, workers.map(WORK, chunks), strict=True):
+            np.testing.assert_array_equal(sides["train"].ids, WORK(tok, chunk)["train"].ids)
         if sys.platform == "linux":
             threads = workers.pool.submit(os.listdir, "/proc/self/task").result()
             assert len(threads) == 2  # one waits for the end of the parent
     write(Path(path), t5_like() | {"normalizer": {"type": "Lowercase"}})
     with Workers(tok, 1) as workers, pytest.raises(ValueError, match="not the same file any more"):
-        list(workers.encode(chunks))
+        list(workers.map(WORK, chunks))
 
 
 # ---- t5 ------------------------------------------------------------------------------------------
@@ -503,8 +533,8 @@ def test_workers_need_no_network_for_t5(path, tmp_path, monkeypatch):
     tok = tokenizer.tokenizer("t5")
     assert tok.name.startswith("t5-") and tok.flag.startswith("t5#")
     with Workers(tok, 1) as workers:
-        ((_, (ids,)),) = workers.encode([["the king"]])
-    np.testing.assert_array_equal(ids, tok.encode("the king"))
+        (sides,) = workers.map(WORK, [["the king"]])
+    np.testing.assert_array_equal(sides["train"].ids[:-1], tok.encode("the king"))
 
 
 @needs_library

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,18 @@ from conftest import AS_A_USER
 from sample_text import CACHE, documents_of, needs_vocabulary
 
 import data
+from text.encoding import NONE, encode
 from text.tokenizer import tokenizer
 from text.workers import Workers
 
 ROOT = Path(__file__).resolve().parents[2]
 BYTES = tokenizer("bytes")
 CHUNKS = [["the cat", "", "é" * n] for n in range(30)]
+
+
+def ids_of(tokenizer, chunk):
+    """Work for the workers: the ids of each text."""
+    return [tokenizer.encode(text).tolist() for text in chunk]
 
 
 def workers_alive():
@@ -39,8 +46,8 @@ def test_texts_are_tokenized_in_order_by_any_number_of_processes(processes):
                     yield chunk
 
             done = 0
-            for texts, ids in workers.encode(chunks()):
-                assert texts == CHUNKS[done] == [BYTES.decode(each) for each in ids]
+            for ids in workers.map(ids_of, chunks()):
+                assert ids == ids_of(BYTES, CHUNKS[done])
                 done += 1
                 assert len(asked) <= done + 2 * processes
             assert done == 30 and len(workers_alive()) == processes
@@ -54,14 +61,23 @@ def test_workers_end_where_their_caller_fails_or_is_stopped():
 
     for chunks, error in ((CHUNKS, KeyboardInterrupt), (broken(), ValueError)):
         with pytest.raises(error), Workers(BYTES, 2) as workers:
-            for _ in workers.encode(chunks):
+            for _ in workers.map(ids_of, chunks):
                 raise KeyboardInterrupt
         assert not workers_alive()
 
 
+def test_what_the_work_raises_reaches_the_caller():
+    with Workers(BYTES, 2) as workers:
+        work = workers.map(ids_of, [["a"], [3], ["b"]])
+        assert next(work) == [[97]]
+        with pytest.raises(AttributeError, match="'int' object has no attribute 'encode'"):
+            next(work)
+    assert not workers_alive()
+
+
 def test_a_worker_that_is_killed_is_said_and_one_that_hears_ctrl_c_goes_on():
     with Workers(BYTES, 2) as workers:
-        work = workers.encode(CHUNKS * 9)
+        work = workers.map(ids_of, CHUNKS * 9)
         next(work)
         for process in workers_alive():
             os.kill(process.pid, signal.SIGINT)
@@ -75,7 +91,7 @@ def test_a_worker_that_is_killed_is_said_and_one_that_hears_ctrl_c_goes_on():
 def test_a_worker_is_small():
     """It has none of the modules of the process that started it, such as JAX, and two threads."""
     with Workers(BYTES, 1) as workers:
-        next(workers.encode(CHUNKS[:1]))
+        next(workers.map(partial(encode, largest=NONE), CHUNKS[:1]))
         modules = workers.pool.submit(eval, "set(__import__('sys').modules)").result()
         assert {"jax", "pytest", "data"} <= set(sys.modules)
         assert "numpy" in modules and not {"jax", "pytest", "data"} & modules
@@ -92,11 +108,12 @@ print("hello", file=sys.stderr)
 PROGRAM = """
 import os, sys, time
 print("program", flush=True)
+from text.encoding import hashes
 from text.tokenizer import tokenizer
 from text.workers import Workers
 if __name__ == "__main__":
     with Workers(tokenizer("bytes"), 2) as workers:
-        for _ in workers.encode([["text"] * 64] * 50):
+        for _ in workers.map(hashes, [["text"] * 64] * 50):
             pass
         print("done", flush=True)
         if sys.argv[1:] == ["wait"]:
