@@ -1,0 +1,122 @@
+"""Products and orthonormal columns for SOAP, out of what a GPU is fast at: large matrix products.
+
+A GPU decomposes A = Q R slowly: one column after another, one matrix after another. Here Q comes
+from Gram-Schmidt's method by halves, for a whole stack of matrices at once:
+
+    A = [A₁ A₂]     Q₁ of A₁;  then what A₂ has outside of Q₁'s span:  A₂ - Q₁ (Q₁ᵀ A₂);  Q₂ of that
+
+The halves are halved again, down to a few columns X, whose Gram matrix Xᵀ X = L Lᵀ (Cholesky) gives
+X L⁻ᵀ, which is orthonormal. Like R's in A = Q R, all these factors are upper triangular with a
+positive diagonal, so that this Q is the one of A = Q R, but for the signs of columns.
+
+Rounding spoils it where columns depend on each other nearly. But the result depends less on each
+other than A did. So the method is repeated on its own result: two or three passes are enough even
+where A's columns are dependent up to rounding. In SOAP they nearly are: those of F Q that belong to
+small eigenvalues point into the directions of large ones, as far as these have turned.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.lax.linalg import triangular_solve
+
+import kernels
+
+LEAF = 128  # columns that Cholesky makes orthonormal at once
+PASSES = 6  # the most of them; two to four are usual
+
+
+def product(a, b):
+    """a b, as exact as float32 is. Products are rounded to half as many digits on a GPU otherwise.
+
+    Its tensor cores read only the first 11 binary digits of a float32. Three products of theirs,
+    x₁ y₁ + x₁ y₂ + x₂ y₁ with x = x₁ + x₂ split after these digits, are as exact as one product
+    without tensor cores, and take half its time.
+    """
+    if a.dtype != jnp.float32 or not kernels.capable():
+        return jnp.matmul(a, b, precision="highest")
+    a_first, a_rest = split(a)
+    b_first, b_rest = split(b)
+    small = rounded_product(a_first, b_rest) + rounded_product(a_rest, b_first)
+    return rounded_product(a_first, b_first) + small
+
+
+def split(x):
+    """x rounded to 11 binary digits, and the rest."""
+    first = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10)
+    return first, x - first
+
+
+def rounded_product(a, b):
+    """a b on tensor cores: the factors have 11 binary digits, sums are in float32."""
+    return jnp.matmul(a, b, precision="default")
+
+
+def orthonormalize(A):
+    """Q of A = Q R for each matrix of a stack [n, d, d]; the signs of its columns may be others.
+
+    A matrix whose result is not orthonormal is decomposed by itself, as where columns are zero.
+    """
+
+    def goes_on(state):
+        passes, departure, _ = state
+        return (passes < PASSES) & jnp.any(departure > 0.1)
+
+    def one_more(state):
+        passes, _, Q = state
+        # A pass whose columns are orthonormal to one digit is the last: it makes all digits so.
+        return passes + 1, departure_from_orthonormal(Q), gram_schmidt(Q)
+
+    far = jnp.full(len(A), jnp.inf, A.dtype)
+    _, _, Q = jax.lax.while_loop(goes_on, one_more, (0, far, A))
+    bound = 30 * jnp.finfo(A.dtype).eps * A.shape[-1] ** 0.5
+    good = departure_from_orthonormal(Q) < bound  # False for NaN
+
+    def decompose_others():
+        return jax.lax.map(keep_or_decompose, (good, Q, A))
+
+    return jax.lax.cond(jnp.all(good), lambda: Q, decompose_others)
+
+
+def keep_or_decompose(matrix):
+    """Q where it is good, otherwise that of the decomposition A = Q R; (good, Q, A) of one."""
+    good, Q, A = matrix
+    return jax.lax.cond(good, lambda: Q, lambda: jnp.linalg.qr(A)[0])
+
+
+def departure_from_orthonormal(Q):
+    """The largest entry of Qᵀ Q z - z for eight z of random signs, for each of a stack [n, d, d].
+
+    It shows what max |Qᵀ Q - I| would, for less than one product of matrices.
+    """
+    z = jax.random.rademacher(jax.random.key(0), (Q.shape[-1], 8), Q.dtype)
+    z = jnp.broadcast_to(z, (len(Q), *z.shape))
+    change = product(Q.mT, product(Q, z)) - z
+    return jnp.max(jnp.abs(change), axis=(1, 2))
+
+
+def gram_schmidt(A):
+    """One pass: columns that span what those of A [n, d, k] do, orthonormal up to rounding."""
+    k = A.shape[-1]
+    if k <= LEAF:
+        return cholesky_qr(A)
+    left, right = jnp.split(A, [k // 2], axis=-1)
+    left = gram_schmidt(left)
+    right = right - product(left, product(left.mT, right))
+    return jnp.concatenate([left, gram_schmidt(right)], axis=-1)
+
+
+def cholesky_qr(X):
+    """Q of X = Q R by Cholesky's decomposition, for a few columns."""
+    X = unit_columns(X)
+    G = jnp.matmul(X.mT, X, precision="highest")
+    eye = jnp.broadcast_to(jnp.eye(G.shape[-1], dtype=G.dtype), G.shape)
+    # As much more as rounding may have taken away, lest the smallest eigenvalue be negative.
+    G = G + G.shape[-1] * jnp.finfo(G.dtype).eps * eye
+    L = jnp.linalg.cholesky(G, symmetrize_input=False)
+    L_inverse = triangular_solve(L, eye, left_side=True, lower=True)
+    return unit_columns(jnp.matmul(X, L_inverse.mT, precision="highest"))
+
+
+def unit_columns(X):
+    """The columns of X, each divided by its norm."""
+    return X / jnp.linalg.norm(X, axis=-2, keepdims=True)
