@@ -9,10 +9,10 @@ The halves are halved again, down to a few columns X, whose Gram matrix Xᵀ X =
 X L⁻ᵀ, which is orthonormal. Like R's in A = Q R, all these factors are upper triangular with a
 positive diagonal, so that this Q is the one of A = Q R, but for the signs of columns.
 
-Rounding spoils it where columns depend on each other nearly. But the result depends less on each
-other than A did. So the method is repeated on its own result: two or three passes are enough even
-where A's columns are dependent up to rounding. In SOAP they nearly are: those of F Q that belong to
-small eigenvalues point into the directions of large ones, as far as these have turned.
+Rounding spoils Q where columns are nearly dependent. In SOAP they are: a column of F Q that belongs
+to a small eigenvalue points into the directions of large ones as soon as these turn a little.
+But the columns of the result are further from dependent than A's. So the method is repeated on its
+own result: two or three passes are enough, even where A's rank is low up to rounding.
 """
 
 import jax
@@ -21,8 +21,9 @@ from jax.lax.linalg import triangular_solve
 
 import kernels
 
-LEAF = 128  # columns that Cholesky makes orthonormal at once
-PASSES = 6  # the most of them; two to four are usual
+PASSES = 6  # the most of them; two or three are usual
+LEAF = 256  # the most columns that Cholesky makes orthonormal at once
+FEW = 16  # as many of them may belong to eigenvalues of any size
 
 
 def product(a, b):
@@ -63,11 +64,13 @@ def orthonormalize(A):
 
     def one_more(state):
         passes, _, Q = state
-        # A pass whose columns are orthonormal to one digit is the last: it makes all digits so.
-        return passes + 1, departure_from_orthonormal(Q), gram_schmidt(Q)
+        # Where columns were orthonormal to one digit before a pass, all digits are right after it.
+        departure = departure_from_orthonormal(Q)
+        return passes + 1, departure, gram_schmidt(Q, departure)
 
     far = jnp.full(len(A), jnp.inf, A.dtype)
-    _, _, Q = jax.lax.while_loop(goes_on, one_more, (0, far, A))
+    scaled = A / jnp.max(jnp.abs(A), axis=-2, keepdims=True)  # so that squares are not too small
+    _, _, Q = jax.lax.while_loop(goes_on, one_more, (0, far, unit_columns(scaled)))
     bound = 30 * jnp.finfo(A.dtype).eps * A.shape[-1] ** 0.5
     good = departure_from_orthonormal(Q) < bound  # False for NaN
 
@@ -94,25 +97,31 @@ def departure_from_orthonormal(Q):
     return jnp.max(jnp.abs(change), axis=(1, 2))
 
 
-def gram_schmidt(A):
-    """One pass: columns that span what those of A [n, d, k] do, orthonormal up to rounding."""
+def gram_schmidt(A, departure, start=0):
+    """One pass: columns that span what those of A [n, d, k] do, orthonormal up to rounding.
+
+    departure: from orthonormal, of the whole matrices, [n]; start: index of A's first column there.
+    Cholesky wants eigenvalues of like size. They fall fastest at first: over columns k to 2 k about
+    as far as over k / 2 to k. So the first columns are halved on until they are few.
+    """
     k = A.shape[-1]
-    if k <= LEAF:
-        return cholesky_qr(A)
+    if k <= LEAF and (k <= FEW or k <= start):
+        return cholesky_qr(A, departure)
     left, right = jnp.split(A, [k // 2], axis=-1)
-    left = gram_schmidt(left)
+    left = gram_schmidt(left, departure, start)
     right = right - product(left, product(left.mT, right))
-    return jnp.concatenate([left, gram_schmidt(right)], axis=-1)
+    right = gram_schmidt(right, departure, start + k // 2)
+    return jnp.concatenate([left, right], axis=-1)
 
 
-def cholesky_qr(X):
+def cholesky_qr(X, departure):
     """Q of X = Q R by Cholesky's decomposition, for a few columns."""
     X = unit_columns(X)
     G = jnp.matmul(X.mT, X, precision="highest")
     eye = jnp.broadcast_to(jnp.eye(G.shape[-1], dtype=G.dtype), G.shape)
-    # As much more as rounding may have taken away, lest the smallest eigenvalue be negative.
-    G = G + G.shape[-1] * jnp.finfo(G.dtype).eps * eye
-    L = jnp.linalg.cholesky(G, symmetrize_input=False)
+    # As much more as rounding may have taken away, lest G's smallest eigenvalue be negative.
+    lost = jnp.minimum(departure, 3) * G.shape[-1] * jnp.finfo(G.dtype).eps
+    L = jnp.linalg.cholesky(G + lost[:, None, None] * eye, symmetrize_input=False)
     L_inverse = triangular_solve(L, eye, left_side=True, lower=True)
     return unit_columns(jnp.matmul(X, L_inverse.mT, precision="highest"))
 

@@ -14,7 +14,8 @@ from kernels import orthogonal
 @pytest.fixture
 def small_leaves(monkeypatch):
     """Halves of halves, also of the small matrices here."""
-    monkeypatch.setattr(orthogonal, "LEAF", 4)
+    monkeypatch.setattr(orthogonal, "LEAF", 6)
+    monkeypatch.setattr(orthogonal, "FEW", 2)
 
 
 def error(Q):
@@ -30,6 +31,7 @@ def test_Q_is_that_of_the_decomposition_but_for_signs(n, d, leaf, seed):
     A = np.random.default_rng(seed).normal(size=(n, d, d))
     with jax.enable_x64(True), pytest.MonkeyPatch.context() as patch:
         patch.setattr(orthogonal, "LEAF", leaf)
+        patch.setattr(orthogonal, "FEW", 1)
         Q = np.asarray(jax.jit(orthogonal.orthonormalize)(A))
     expected, R = np.linalg.qr(A)
     signs = np.sign(np.diagonal(R, axis1=1, axis2=2))
