@@ -27,29 +27,18 @@ FEW = 16  # as many of them may belong to eigenvalues of any size
 
 
 def product(a, b):
-    """a b, as exact as float32 is. Products are rounded to half as many digits on a GPU otherwise.
+    """a b in float32, with no factor rounded, as it is on a GPU otherwise.
 
-    Its tensor cores read only the first 11 binary digits of a float32. Three products of theirs,
-    x₁ y₁ + x₁ y₂ + x₂ y₁ with x = x₁ + x₂ split after these digits, are as exact as one product
-    without tensor cores, and take half its time.
+    A GPU is fast at products of bfloat16 factors, which have 8 binary digits. Three of these make a
+    float32, and the six largest products of such thirds a product of float32. On an H200 this takes
+    half the time of a product in float32 for sides of 3072 (14.3 against 26.9 ms for 24 of them),
+    and 0.9 of it for sides of 768. The relative error is 3e-6 and 8e-7 there, against 1e-6 and
+    5e-7: tensor cores cut sums off where others round.
     """
-    if a.dtype != jnp.float32 or not kernels.capable():
-        return jnp.matmul(a, b, precision="highest")
-    a_first, a_rest = split(a)
-    b_first, b_rest = split(b)
-    small = rounded_product(a_first, b_rest) + rounded_product(a_rest, b_first)
-    return rounded_product(a_first, b_first) + small
-
-
-def split(x):
-    """x rounded to 11 binary digits, and the rest."""
-    first = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10)
-    return first, x - first
-
-
-def rounded_product(a, b):
-    """a b on tensor cores: the factors have 11 binary digits, sums are in float32."""
-    return jnp.matmul(a, b, precision="default")
+    precision = "highest"
+    if a.dtype == jnp.float32 and kernels.capable():
+        precision = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6
+    return jnp.matmul(a, b, precision=precision)
 
 
 def orthonormalize(A):

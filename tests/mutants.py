@@ -206,9 +206,8 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("optimizers.py", "the weights, not their average", "state.params if state.average is None else state.average", "state.params"),
     ("optimizers.py", "norms are scaled too", "return factor * a if matrix else a", "return factor * a"),
     # kernels/orthogonal.py
-    ("kernels/orthogonal.py", "a product on tensor cores once", "return rounded_product(a_first, b_first) + small", "return rounded_product(a_first, b_first)"),
-    ("kernels/orthogonal.py", "one rest forgotten", "+ rounded_product(a_rest, b_first)", ""),
-    ("kernels/orthogonal.py", "float64 split too", "if a.dtype != jnp.float32 or not kernels.capable():", "if not kernels.capable():"),
+    ("kernels/orthogonal.py", "factors rounded", 'precision = "highest"\n', 'precision = "default"\n'),
+    ("kernels/orthogonal.py", "float64 rounded too", "if a.dtype == jnp.float32 and kernels.capable():", "if kernels.capable():"),
     ("kernels/orthogonal.py", "one pass only", "PASSES = 6", "PASSES = 1"),
     ("kernels/orthogonal.py", "ends when the best matrix is done", "& jnp.any(departure > 0.1)", "& jnp.all(departure > 0.1)"),
     ("kernels/orthogonal.py", "no fallback", "return jax.lax.cond(jnp.all(good), lambda: Q, decompose_others)", "return Q"),

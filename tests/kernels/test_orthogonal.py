@@ -1,4 +1,4 @@
-"""Orthonormal columns by Gram-Schmidt's method in halves, and products split for tensor cores."""
+"""Orthonormal columns by Gram-Schmidt's method in halves, and the products that it is made of."""
 
 import jax
 import jax.numpy as jnp
@@ -157,28 +157,21 @@ def test_the_departure_shows_any_two_columns_that_are_not_orthogonal():
     assert found[2] > 0.24
 
 
-@pytest.fixture
-def tensor_cores(monkeypatch):
-    """Products by default precision round their factors to 11 binary digits, as TF32 does."""
-
-    def rounded(a, b):
-        a = jax.lax.reduce_precision(a, 8, 10)
-        return jnp.matmul(a, jax.lax.reduce_precision(b, 8, 10))
-
-    monkeypatch.setattr(kernels, "capable", lambda: True)
-    monkeypatch.setattr(orthogonal, "rounded_product", rounded)
-
-
-def test_a_product_out_of_three_is_as_exact_as_float32(tensor_cores):
-    rng = np.random.default_rng(3)
-    a = rng.normal(size=(2, 40, 50)).astype(np.float32)
-    b = rng.normal(size=(2, 50, 30)).astype(np.float32)
-    exact = a.astype(np.float64) @ b.astype(np.float64)
-    assert abs(orthogonal.rounded_product(a, b) - exact).max() > 1e-3
-    assert abs(orthogonal.product(a, b) - exact).max() < 1e-5
-
-
-def test_float64_is_not_split(tensor_cores):
-    a = np.random.default_rng(3).normal(size=(20, 20))
+@pytest.mark.parametrize(
+    "dtype, capable, precision",
+    [
+        ("float32", True, "BF16_BF16_F32_X6"),
+        ("float32", False, "HIGHEST"),
+        ("float64", True, "HIGHEST"),
+    ],
+)
+def test_products_round_no_factor(monkeypatch, dtype, capable, precision):
+    """What is asked of the compiler; a CPU computes the same for all of them."""
+    monkeypatch.setattr(kernels, "capable", lambda: capable)
+    a = np.random.default_rng(3).normal(size=(2, 20, 20)).astype(dtype)
     with jax.enable_x64(True):
-        np.testing.assert_allclose(orthogonal.product(a, a), a @ a, rtol=1e-11, atol=1e-13)
+        program = jax.make_jaxpr(lambda a, b: orthogonal.product(a, b))(a, a)  # traced anew
+        assert precision in str(program)
+        found = orthogonal.product(a, a)
+        assert found.dtype == dtype
+        np.testing.assert_allclose(found, a @ a, atol=1e-5)
