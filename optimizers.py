@@ -19,7 +19,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+import kernels
 import model
+from kernels.orthogonal import orthonormalize, product
 from runtime import parallel
 
 # ---- which parameters are treated alike ----------------------------------------------------------
@@ -148,19 +150,29 @@ def orthogonalize(dtype):
         rounded = momentum
         if dtype == "bfloat16":
             rounded = optax.tree.cast(momentum, jnp.bfloat16)
-        stacks = join_by_shape(rounded)
-        steps = jax.tree.map(parallel.shared(of_stack), stacks)
-        (steps,) = jax.linear_transpose(join_by_shape, rounded)(steps)  # takes the stacks apart
+        steps = in_stacks(of_stack, rounded)
         return optax.tree.cast_like(steps, momentum)
 
     return optax.stateless(update)
+
+
+def in_stacks(f, tree):
+    """A tree with f of each of its matrices, by f of stacks [n, in, out], which devices share.
+
+    The tree's arrays are matrices, or stacks of them; f must treat each matrix for itself.
+    """
+    stacks = join_by_shape(tree)
+    results = jax.tree.map(parallel.shared(f), stacks)
+    (results,) = jax.linear_transpose(join_by_shape, tree)(results)  # takes the stacks apart
+    return results
 
 
 def join_by_shape(tree):
     """{(in, out): [n, in, out]}: all matrices of one shape in one stack, which is quicker."""
     stacks = {}
     for a in jax.tree.leaves(tree):
-        stacks.setdefault(a.shape[1:], []).append(a)
+        shape = a.shape[-2:]
+        stacks.setdefault(shape, []).append(a.reshape(-1, *shape))
     return {shape: jnp.concatenate(arrays) for shape, arrays in stacks.items()}
 
 
@@ -168,7 +180,8 @@ def join_by_shape(tree):
 #
 #     L, R: running means of g gᵀ and of gᵀ g, Shampoo's factors of a gradient g [m, n]
 #     Q_L, Q_R: their eigenvectors, refreshed by a step of power iteration, Q_L <- QR(L Q_L)
-#     m, v: running means of g' = Q_Lᵀ g Q_R and of g'²;     the step is Q_L (m / √v) Q_Rᵀ
+#     m: running mean of g;   v: of g'², where g' = Q_Lᵀ g Q_R is g in the eigenbasis
+#     the step is Q_L (m' / √v) Q_Rᵀ, where m' = Q_Lᵀ m Q_R
 
 
 class SoapState(NamedTuple):
@@ -177,7 +190,7 @@ class SoapState(NamedTuple):
     None in place of a factor and its eigenvectors: that side is not rotated.
     """
 
-    m: jax.Array  # running mean of g', in the eigenbasis
+    m: jax.Array  # running mean of g
     v: jax.Array  # running mean of g'², in the eigenbasis
     factors: tuple  # (L, R)
     Q: tuple  # (Q_L, Q_R), eigenvectors in columns, the largest eigenvalue first
@@ -218,29 +231,32 @@ def scale_by_soap(b1, b2, frequency, largest):
 
     def update(grads, state, params=None):
         n, states = state
-        step_of_one = partial(soap_step, b1, b2, frequency, n)
-        results = jax.tree.map(step_of_one, grads, states)
-        steps = jax.tree.map(lambda _, result: result[0], grads, results)
-        states = jax.tree.map(lambda _, result: result[1], grads, results)
-        return steps, (n + 1, states)
+        grads, tree = jax.tree.flatten(grads)
+        states = tree.flatten_up_to(states)
+        steps = []
+        for i, g in enumerate(grads):
+            step, states[i] = soap_step(b1, b2, n, g, states[i])
+            steps.append(step)
+        states = refresh(frequency, n, states)
+        return tree.unflatten(steps), (n + 1, tree.unflatten(states))
 
     return optax.GradientTransformation(init, update)
 
 
-def soap_step(b1, b2, frequency, n, g, state):
-    """SOAP's step of one parameter, without -lr, and its next state; g: gradient n = 0, 1, ...
+def soap_step(b1, b2, n, g, state):
+    """SOAP's step of one parameter, without -lr, and its state before its eigenvectors' refresh.
 
-    As in its authors' code, gradient 0 makes the first eigenvectors and no step, and no gradient is
-    rotated by eigenvectors that it had a part in.
+    g: gradient n = 0, 1, ... As in its authors' code, gradient 0 makes the first eigenvectors and
+    no step, and no gradient is rotated by eigenvectors that it had a part in.
     """
     rotated = rotate(g, state.Q)
-    m = running_mean(state.m, rotated, b1)
+    m = running_mean(state.m, g, b1)
     v = running_mean(state.v, rotated * rotated, b2)
     m = jnp.where(n == 0, 0, m)
     v = jnp.where(n == 0, 0, v)
     m_bias = 1 - b1 ** jnp.maximum(n, 1)
     v_bias = 1 - b2**n
-    step = rotate_back(m / (jnp.sqrt(v) + 1e-8), state.Q)
+    step = rotate_back(rotate(m, state.Q) / (jnp.sqrt(v) + 1e-8), state.Q)
     step = step * (jnp.sqrt(v_bias) / m_bias)
 
     L, R = state.factors
@@ -248,31 +264,12 @@ def soap_step(b1, b2, frequency, n, g, state):
         L = running_mean(L, product(g, g.mT), b2)
     if R is not None:
         R = running_mean(R, product(g.mT, g), b2)
-    factors = (L, R)
-
-    def first():
-        return jax.tree.map(eigenvectors, factors), v
-
-    def refreshed():
-        return power_iteration(state.Q, v, factors)
-
-    def kept():
-        return state.Q, v
-
-    def later():
-        return jax.lax.cond(n % frequency == 0, refreshed, kept)
-
-    Q, v = jax.lax.cond(n == 0, first, later)
-    m = rotate(rotate_back(m, state.Q), Q)  # m is carried into the new basis
-    return step, SoapState(m, v, factors, Q)
+    return step, SoapState(m, v, (L, R), state.Q)
 
 
 def running_mean(mean, new, b):
     """A running mean with decay b, after one more value."""
     return b * mean + (1 - b) * new
-
-
-product = partial(jnp.matmul, precision="highest")  # else Q loses its orthogonality on a GPU
 
 
 def rotate(x, Q):
@@ -290,42 +287,73 @@ def rotate_back(x, Q):
     return rotate(x, jax.tree.map(jnp.matrix_transpose, Q))
 
 
-def power_iteration(Q, v, factors):
-    """One step on each side: Q <- QR(F Q), the largest eigenvalue first; v in the same order."""
-    Q = list(Q)
-    for side, F in enumerate(factors):
+def refresh(frequency, n, states):
+    """The states of all parameters after gradient n, with eigenvectors for the next gradient."""
+
+    def first():
+        Q = in_stacks(eigenvectors, [state.factors for state in states])
+        return Q, [state.v for state in states]
+
+    def refreshed():
+        return power_iteration(states)
+
+    def kept():
+        return [state.Q for state in states], [state.v for state in states]
+
+    def later():
+        return jax.lax.cond(n % frequency == 0, refreshed, kept)
+
+    Q, v = jax.lax.cond(n == 0, first, later)
+    return [state._replace(Q=Q[i], v=v[i]) for i, state in enumerate(states)]
+
+
+def power_iteration(states):
+    """One step on each side of each parameter: Q <- QR(F Q); lists of the new Q, and of v."""
+    products = []
+    vs = []
+    for state in states:
+        FQ, v = multiply_and_sort(state)
+        products.append(FQ)
+        vs.append(v)
+    return in_stacks(orthonormal_columns, products), vs
+
+
+def multiply_and_sort(state):
+    """F Q of both sides of one parameter, the largest eigenvalue first; v in the same order."""
+    FQ = [None, None]
+    v = state.v
+    for side, F in enumerate(state.factors):
         if F is not None:
-            FQ = product(F, Q[side])
-            eigenvalues = jnp.sum(Q[side] * FQ, axis=-2)  # diag(Qᵀ F Q), [.., d]
+            Q = state.Q[side]
+            unsorted = product(F, Q)
+            eigenvalues = jnp.sum(Q * unsorted, axis=-2)  # diag(Qᵀ F Q), [.., d]
             order = jnp.argsort(-eigenvalues, axis=-1)
-            FQ = jnp.take_along_axis(FQ, order[..., None, :], axis=-1)
-            Q[side] = one_by_one(orthonormal_columns, FQ)
+            FQ[side] = jnp.take_along_axis(unsorted, order[..., None, :], axis=-1)
             order = jnp.expand_dims(order, -1 - side)
             v = jnp.take_along_axis(v, order, axis=side - 2)
-    return tuple(Q), v
+    return tuple(FQ), v
+
+
+def orthonormal_columns(A):
+    """Q of the decomposition A = Q R of each matrix of a stack [n, d, d]."""
+    if kernels.capable():
+        return orthonormalize(A)  # the same, for GPUs
+
+    def of_one(A):
+        Q, _ = jnp.linalg.qr(A)
+        return Q
+
+    return jax.lax.map(of_one, A)  # LAPACK in batches hangs on a CPU with few cores
 
 
 def eigenvectors(F):
-    """The eigenvectors of F, [.., d, d], in columns, the largest eigenvalue first."""
+    """The eigenvectors of each F of a stack [n, d, d], in columns, the largest eigenvalue first."""
 
     def of_one(F):
         _, columns = jnp.linalg.eigh(F)  # the smallest eigenvalue first
         return columns[:, ::-1]
 
-    return one_by_one(of_one, F)
-
-
-def orthonormal_columns(A):
-    """Q of the decomposition A = Q R, [d, d]."""
-    Q, _ = jnp.linalg.qr(A)
-    return Q
-
-
-def one_by_one(f, a):
-    """f of a matrix, or of each of a stack: LAPACK in batches hangs on a CPU with few cores."""
-    if a.ndim == 2:
-        return f(a)
-    return jax.lax.map(f, a)
+    return jax.lax.map(of_one, F)
 
 
 # ---- learning rates and averages over time -------------------------------------------------------

@@ -14,8 +14,10 @@ import optax
 import pytest
 from conftest import TOY, VARIANTS, assert_same, random_params
 
+import kernels
 import model
 import optimizers
+from kernels import orthogonal
 
 TWELVE = dataclasses.replace(TOY, n_layers=12)
 ROOT = Path(optimizers.__file__).parent
@@ -384,6 +386,35 @@ def test_soap_is_the_transcription(float64, shape, frequency, largest):
     assert not steps[0].any()
     assert all(step.any() for step in steps[1:])
     np.testing.assert_allclose(steps, expected, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("flipped", [False, True], ids=["as they are", "flipped"])
+@pytest.mark.parametrize("shape", [(4, 4), (3, 7)])
+def test_soap_is_the_transcription_with_the_bases_that_a_gpu_makes(
+    float64, monkeypatch, shape, flipped
+):
+    """By Gram-Schmidt's method in halves, whatever the signs of its columns are."""
+
+    def make_orthonormal(A):
+        signs = (-1.0) ** np.arange(A.shape[-1]) if flipped else np.ones(A.shape[-1])
+        return orthogonal.orthonormalize(A) * signs[None, None]
+
+    monkeypatch.setattr(kernels, "capable", lambda: True)
+    monkeypatch.setattr(optimizers, "orthonormalize", make_orthonormal)
+    monkeypatch.setattr(orthogonal, "LEAF", 2)
+    rng = np.random.default_rng(0)
+    grads = [rng.normal(size=shape) for _ in range(8)]
+    steps, first, _ = run_soap(grads)
+    expected = transcription(grads, 1, 10_000, first)
+    np.testing.assert_allclose(steps, expected, rtol=1e-7, atol=1e-9)
+
+
+def test_soap_without_any_side_that_rotates_is_adam(float64):
+    rng = np.random.default_rng(0)
+    grads = [rng.normal(size=(4, 6)) for _ in range(4)]
+    steps, _, _ = run_soap(grads, largest=1)
+    adam, _ = steps_of(optax.scale_by_adam(B1, B2), grads[0], grads[1:])
+    np.testing.assert_allclose(steps[1:], adam, rtol=1e-6)
 
 
 def test_soap_of_a_stack_is_that_of_each_of_its_matrices(float64):
