@@ -14,6 +14,7 @@ import gzip
 import io
 import json
 import zlib
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ PIECE = 4096  # characters of a .txt file after which the next empty line ends a
 LONGEST = 4 * PIECE  # characters after which the next end of a line, or of PIECE more, ends it
 CHUNK = 64  # documents in a list
 BLOCK = 2**18  # bytes of a file that are unzipped at a time
+AHEAD = 8  # blocks that wait to be used, so that the thread that unzips has always something to do
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # byte order marks; UTF-32 begins like them
 DAMAGE = (gzip.BadGzipFile, EOFError, zlib.error)  # what a damaged .gz file raises
 
@@ -206,11 +208,13 @@ def blocks_of_lines(file):
 
 
 def blocks(file):
-    """The file in blocks of bytes. While one is in use, a thread unzips the next."""
+    """The file in blocks of bytes. While one is in use, a thread unzips the next AHEAD."""
     with ThreadPoolExecutor(1) as thread:
-        ahead = thread.submit(file.read, BLOCK)
-        while block := ahead.result():
-            ahead = thread.submit(file.read, BLOCK)
+        ahead = deque()
+        for _ in range(AHEAD):
+            ahead.append(thread.submit(file.read, BLOCK))
+        while block := ahead.popleft().result():
+            ahead.append(thread.submit(file.read, BLOCK))
             yield block
 
 
