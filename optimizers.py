@@ -190,7 +190,7 @@ class SoapState(NamedTuple):
     None in place of a factor and its eigenvectors: that side is not rotated.
     """
 
-    m: jax.Array  # running mean of g
+    momentum: jax.Array  # m, the running mean of g
     v: jax.Array  # running mean of g'², in the eigenbasis
     factors: tuple  # (L, R)
     Q: tuple  # (Q_L, Q_R), eigenvectors in columns, the largest eigenvalue first
@@ -250,7 +250,7 @@ def soap_step(b1, b2, n, g, state):
     no step, and no gradient is rotated by eigenvectors that it had a part in.
     """
     rotated = rotate(g, state.Q)
-    m = running_mean(state.m, g, b1)
+    m = running_mean(state.momentum, g, b1)
     v = running_mean(state.v, rotated * rotated, b2)
     m = jnp.where(n == 0, 0, m)
     v = jnp.where(n == 0, 0, v)

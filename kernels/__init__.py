@@ -5,7 +5,8 @@ function and computes the same; `tests/kernels` holds the two against each other
 memory traffic: plain operations write large arrays between them and read them again. A kernel does
 not.
 
-A kernel is written in Pallas, JAX's language for kernels. Triton compiles it for the GPU. Words:
+A kernel is written in Pallas, JAX's language for kernels, and Triton compiles it for the GPU; but
+orthogonal.py, for SOAP, needs none. Words:
 
     program     one run of the kernel's function; a GPU runs hundreds of them at the same time
     grid        how many programs there are, by axes; `pl.program_id(axis)` says which one this is
@@ -15,7 +16,8 @@ A kernel is written in Pallas, JAX's language for kernels. Triton compiles it fo
     tile        what a program holds in registers at a time; its sides are powers of two, and a mask
                 says which of its entries lie inside the array
 
-Read in this order: cross_entropy.py, derivative.py, mlp.py, attention.py, heads.py, choice.py.
+Read in this order: cross_entropy.py, derivative.py, mlp.py, attention.py, heads.py, choice.py,
+orthogonal.py.
 """
 
 import re

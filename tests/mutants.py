@@ -199,7 +199,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("optimizers.py", "SOAP's b1 and b2 exchanged", "scale_by_soap(b1, b2, frequency, largest),", "scale_by_soap(b2, b1, frequency, largest),"),
     ("optimizers.py", "second moment frozen between refreshes", "v = running_mean(state.v, rotated * rotated, b2)", "v = jnp.where(n % frequency == 0, running_mean(state.v, rotated * rotated, b2), state.v)"),
     ("optimizers.py", "first moment not in the eigenbasis", "rotate(m, state.Q) / (", "m / ("),
-    ("optimizers.py", "first moment of a rotated gradient", "running_mean(state.m, g, b1)", "running_mean(state.m, rotated, b1)"),
+    ("optimizers.py", "first moment of a rotated gradient", "running_mean(state.momentum, g, b1)", "running_mean(state.momentum, rotated, b1)"),
     ("optimizers.py", "eigenvectors not in order", "FQ[side] = jnp.take_along_axis(unsorted, order[..., None, :], axis=-1)", "FQ[side] = unsorted"),
     ("optimizers.py", "a basis that power iteration never turns", "unsorted = product(F, Q)", "unsorted = product(F, Q) * 0 + Q"),
     ("optimizers.py", "second moment not reordered with its basis", "            v = jnp.take_along_axis(v,", "            _ = jnp.take_along_axis(v,"),

@@ -40,6 +40,7 @@ from kernels.cross_entropy import (  # noqa: E402
 )
 from kernels.heads import queries_keys_values_kernel  # noqa: E402
 from kernels.mlp import mlp_kernel  # noqa: E402
+from kernels.orthogonal import orthonormalize, product  # noqa: E402
 
 METHODS = {"gn": gn, "gn_prox": gn_prox, "layerwise_gn": layerwise_gn}
 
@@ -228,6 +229,21 @@ def muon_checks(network):
             yield f"Muon's singular values: {name}, {end.__name__}", float(change), 0.03
 
 
+def soap_checks(sizes=((3, 768), (2, 2048))):
+    """SOAP's product, and its orthonormal columns Q of A = Q R, where A's rank is nearly lower."""
+    for n, d in sizes:
+        a, b = normal(d, jnp.float32, (n, d, d), (n, d, d))
+        exact = np.matmul(np.asarray(a, np.float64), np.asarray(b, np.float64))
+        yield compared(f"SOAP's product d {d}", jax.jit(product)(a, b), exact, 1e-5)
+
+        A = a * jnp.logspace(0, -6, d)[None, :, None]
+        Q = np.asarray(jax.jit(orthonormalize)(A), np.float64)
+        departure = np.abs(Q.mT @ Q - np.eye(d)).max()
+        yield f"SOAP's columns d {d}: orthonormal", float(departure), 1e-5
+        R = np.triu(Q.mT @ np.asarray(A, np.float64))
+        yield compared(f"SOAP's columns d {d}: A = Q R", Q @ R, A, 1e-5)
+
+
 def gradient_of(network, name):
     """(params, delta, tokens) -> gradient, of the loss or of a method's objective at θ_t + δ."""
 
@@ -357,6 +373,7 @@ def main():
         mlp_checks(),
         cross_entropy_checks(),
         muon_checks(network),
+        soap_checks(),
         gradient_checks(network, args.batch),
         choice_checks(network, args.batch),
     ):

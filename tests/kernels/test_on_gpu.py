@@ -129,6 +129,11 @@ def test_the_checks_for_a_gpu_pass_step_by_step(in_float32, checks):
     assert failed == 0
 
 
+def test_soaps_checks_for_a_gpu_pass_here():
+    count, failed = on_gpu.report(on_gpu.soap_checks(sizes=((2, 48),)))
+    assert (count, failed) == (3, 0)
+
+
 def test_the_check_of_whole_gradients_runs_step_by_step(in_float32):
     """The bounds are those of a real size: a toy's numbers are fewer, so rounding weighs more."""
     network = replace(TOY, n_layers=1)
