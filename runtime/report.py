@@ -128,12 +128,13 @@ def readable(value):
 def describe_reading(run, whole_text):
     """How much a run will read; whole_text: tokens of all windows, None if that is not known."""
     fresh = run.settings.fresh_batches * run.inner_tokens
+    at_most = "at most " if fresh and run.settings.race else ""
     if run.config.steps is None:
         tokens = run.step_batches * run.inner_tokens
-        return f"each step will read {tokens:,} tokens, {fresh:,} of them for line search"
+        return f"each step will read {at_most}{tokens:,} tokens, {fresh:,} of them for line search"
     tokens = run.batches * run.inner_tokens
     line_search = run.config.steps * fresh
-    read = f"it will read {tokens:,} tokens, {line_search:,} of them for line search"
+    read = f"it will read {at_most}{tokens:,} tokens, {line_search:,} of them for line search"
     if whole_text is None:
         return read
     times = tokens / whole_text

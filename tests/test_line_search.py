@@ -6,6 +6,7 @@ refuses a step that helps nowhere, or is not finite.
 
 import dataclasses
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -262,3 +263,36 @@ def test_who_stays_in_the_race(columns, shift, bad, data):
     broken[data.draw(st.integers(0, n - 1)), out] = bad
     if count > 1:
         assert out not in still_running(broken, everyone)
+
+
+# ---- recorded line searches ----------------------------------------------------------------------
+
+RECORDS = Path(__file__).parent.parent / "results" / "searches-45m-h200.npz"
+
+
+def test_on_recorded_searches_the_race_chooses_what_the_whole_search_does():
+    """In at least 98% of random orders, and elsewhere a loss within 0.001; with an eighth of it.
+
+    34 searches of a 45m model on an H200: the loss of each of 122 inner batches at 6 step sizes.
+    """
+    rng = np.random.default_rng(0)
+    same, evaluations, whole = [], 0, 0
+    with np.load(RECORDS) as records:
+        searches = [records[name] for name in records.files if name != "alphas"]
+    assert len(searches) == 34
+    for losses in searches:
+        means = losses.mean(axis=0)
+        for _ in range(20):
+            shuffled = rng.permutation(losses)
+            running = list(range(losses.shape[1]))
+            read = 0
+            while len(running) > 1 and read < len(losses):
+                evaluations += len(running)
+                read += 1
+                running = still_running(shuffled[:read], running)
+            best = running[shuffled[:read, running].mean(axis=0).argmin()]
+            assert means[best] - means.min() < 1e-3
+            same.append(best == means.argmin())
+            whole += losses.size
+    assert np.mean(same) >= 0.98
+    assert evaluations < whole / 8

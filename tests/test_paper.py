@@ -390,6 +390,7 @@ ROWS = {  # the first column of the page's table of measurements
     "adamw": "update of AdamW",
     "muon": "update of Muon",
     "soap": "update of SOAP",
+    "race": "inner batches of 32 x 1024 that a candidate reads in a line search",
 }
 
 
@@ -399,6 +400,7 @@ class Cost:
     def __init__(self, name):
         column = ["45m", "150m"].index(name) + 1
         rows = {row[0]: row for row in rows_of("docs/paper.md") if len(row) == 3}
+        # All in milliseconds, but for the line search.
         self.ms = {what: float(rows[title][column]) for what, title in ROWS.items()}
         self.share = INNER_BATCH[name] / 32  # the rows are of 32 sequences
 
@@ -412,9 +414,10 @@ class Cost:
         inner_batches = settings.inner_steps * self.share
         if method in ("adamw", "muon", "soap"):
             return (inner_batches * self.ms["gradient"] + self.ms[method]) / 1000
+        loop = settings.inner_epochs * inner_batches * self.ms[method]
         candidates = settings.line_search + 1 if settings.line_search else 0  # and θ_t
-        per_batch = settings.inner_epochs * self.ms[method] + candidates * self.ms["forward"]
-        return inner_batches * per_batch / 1000
+        fresh = min(inner_batches, self.ms["race"] * self.share)
+        return (loop + candidates * fresh * self.ms["forward"]) / 1000
 
     def hours(self, run, length):
         """GPU-hours of a run of a length such as "54 steps" or "3b tokens"."""

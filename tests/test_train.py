@@ -196,7 +196,7 @@ def test_the_opening_lines_say_what_will_be_done(here, capsys):
     )
     assert lines[4].startswith("--batch 200 became 192, as a batch is cut into whole inner batches")
     assert lines[5].startswith("warm-up: 128 tokens, 2 steps of AdamW, made once")
-    assert lines[6].startswith("it will read 1,280 tokens, 576 of them for line search: 1.3")
+    assert lines[6].startswith("it will read at most 1,280 tokens, 576 of them for line search: 1.3")
     given = lines[7].removeprefix("flags given: ")
     assert "--lr 0.03" in given and "--batch 200" in given and "--clip" not in given
     assert lines[8:] == ["r: a new run"]
@@ -205,7 +205,7 @@ def test_the_opening_lines_say_what_will_be_done(here, capsys):
 def test_reading_the_text_more_than_once_is_said(here, capsys):
     large = ["--batch", "19200", "--steps", "5", "--inner-batch", "300"]
     assert run("--method", "gn", "--out", "b", *large) == 0
-    assert "it will read 192,000 tokens, 96,000 of them for line search: 2." in (
+    assert "it will read at most 192,000 tokens, 96,000 of them for line search: 2." in (
         capsys.readouterr().out
     )
 
