@@ -1,5 +1,6 @@
 """What a run does, prints and refuses, all through `train.main`, as a user would."""
 
+import importlib.util
 import json
 import shlex
 import subprocess
@@ -196,7 +197,7 @@ def test_the_opening_lines_say_what_will_be_done(here, capsys):
     )
     assert lines[4].startswith("--batch 200 became 192, as a batch is cut into whole inner batches")
     assert lines[5].startswith("warm-up: 128 tokens, 2 steps of AdamW, made once")
-    assert lines[6].startswith("it will read at most 1,280 tokens, 576 of them for line search: 1.3")
+    assert lines[6].startswith("it will read at most 1,280 tokens, 576 of them for line search")
     given = lines[7].removeprefix("flags given: ")
     assert "--lr 0.03" in given and "--batch 200" in given and "--clip" not in given
     assert lines[8:] == ["r: a new run"]
@@ -722,3 +723,20 @@ def test_the_papers_settings(name, heads, inner_batch, tokens):
     has(configured("adamw").settings, lr=0.003, b1=0.9, b2=0.95)
     has(configured("muon").settings, lr=0.03, momentum=0.95)
     has(configured("soap").settings, lr=0.03, b1=0.9, b2=0.9, frequency=1)
+
+
+def test_the_method_of_the_readme_can_be_added(here, monkeypatch):
+    """Its file is made of the README's lines; it trains, is resumed, and takes micro-batches."""
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    _, block = text.split("```python\n", 1)
+    Path("sgd.py").write_text(block.partition("```")[0])
+    spec = importlib.util.spec_from_file_location("sgd", "sgd.py")
+    sgd = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "sgd", sgd)  # its dataclass asks for its module
+    spec.loader.exec_module(sgd)
+    monkeypatch.setitem(train.METHODS, "sgd", train.Method(sgd, sgd.Config, "SGD"))
+    assert run("--method", "sgd", "--lr", "0.5", "--out", "r") == 0
+    losses = [row["val_loss"] for row in rows("r")]
+    assert losses == sorted(losses, reverse=True)
+    assert run("--method", "sgd", "--lr", "0.5", "--out", "m", "--micro-batch", "1") == 0
+    np.testing.assert_allclose([row["val_loss"] for row in rows("m")], losses, rtol=1e-5)
