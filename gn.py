@@ -55,7 +55,7 @@ INNER_OPTIMIZERS = {  # optax transformations; lr: of this inner step, c: the Co
 }
 
 
-@traced
+@traced  # jax.jit takes the floats as inputs; all other fields are constants of the program
 @dataclass(frozen=True)
 class Config(BaseConfig):
     """Settings of Gauss-Newton. "App. H" gives the values that the paper tried."""

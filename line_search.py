@@ -2,27 +2,29 @@
 
     θ_{t+1} = θ_t + α (θ - θ_t)
 
-θ_t is where an outer step starts, and θ - θ_t the step that a method has found for it. That step is
-the best one for a model of the loss, which is only right near θ_t. So a few step sizes α are tried
-on the true loss, and the best is taken (Appendix D). The losses are measured on *fresh* tokens:
-those that the method has not read, as the step may fit the others better than text in general.
+θ_t is where an outer step starts, and θ - θ_t the step that a method has found for it. It comes
+near the minimum of a stand-in for the loss, which is only right near θ_t. So a few step sizes α are
+tried on the true loss, and the best is taken (Appendix D). The losses are measured on *fresh*
+tokens, which the method has not read. On tokens that it has read, the step may do better than on
+text in general.
 
 The *guard*: θ_t itself, α = 0, is tried too. It is the best where no step size lowers the loss, and
 then the step is refused.
 
 The *race*: in the paper's line search, every α reads as many fresh tokens as the batch has. But
-most α fall behind at once, and a few tokens show it. All α read the same inner batches. So for an α
-and the best one so far, we take the differences d of their losses, one for each of the n batches
-until now: their mean and its standard error, sd(d) / √n. From 8 batches on, an α drops out if
+most α fall behind at once, and a few tokens show it. All α read the same inner batches, the parts
+that a batch is read in. So for an α and the best one so far, we take the differences d of their
+losses, one for each of the n inner batches until now, with their mean and its standard error,
+sd(d) / √n. From 8 of them on, an α drops out if
 
     mean(d) + TIE > 4 sd(d) / √n,
 
 that is, if it is known not to be better than the best one by more than TIE = 0.0001 nats. The
-search ends when one α is left. Without TIE, two equally good α would run to the end.
+search ends when one α is left. Without TIE, two equally good α would run to the end. An α with a
+loss that is not finite drops out at once.
 """
 
 import math
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,17 +35,17 @@ import numpy as np
 
 import model
 from runtime import parallel
-from runtime.flags import check_range, traced
+from runtime.flags import check_range
 
-FIRST_LOOK = 8  # inner batches before an α may drop out: the differences have heavy tails
+# inner batches before an α may drop out: of fewer differences, the standard error is not reliable
+FIRST_LOOK = 8
 ERRORS = 4  # how many standard errors the race asks for
 TIE = 1e-4  # nats per token that do not matter
 
 
-@traced  # jax.jit takes the floats as inputs; all other fields are constants of the program
 @dataclass(frozen=True)
 class BaseConfig:
-    """Of every method with a line search: sizes, filled in by train.py; the search's settings."""
+    """Settings of every method with a line search: sizes, which train.py fills in, and its own."""
 
     network: model.Config  # sizes of the network
     inner_steps: int  # inner batches in a batch, N
@@ -52,9 +54,9 @@ class BaseConfig:
     micro_batch: int = 0  # sequences that a device computes on at once, at most; 0 = all
     model: Any = model  # the module of the network's functions: model.py, or one of your own
     line_search: int = 5  # how many α = 2^(-i/2) are tried (Appendix D); 0 = no search, α = 1
-    # the α that are tried in place of those, between blanks, such as "1 0.5 0.25"
+    # the α that are tried in place of those, separated by spaces, such as "1 0.5 0.25"
     alphas: str = ""
-    # about how many fresh tokens, at most; 0 = as many as a batch (Algorithm 1)
+    # fresh tokens that a search may read, in whole inner batches; 0 = as many as a batch has
     line_search_tokens: int = 0
     race: bool = True  # drop an α once it is known to be behind; false = never, as in the paper
     guard: bool = True  # refuse a step when no step size beats θ_t; false = as in the paper
@@ -76,11 +78,13 @@ class BaseConfig:
     @property
     def fresh_batches(self):
         """How many inner batches of fresh tokens the line search of an outer step reads at most."""
-        if self.line_search and self.line_search_tokens:
-            if not self.inner_tokens:
-                raise ValueError("line_search_tokens needs inner_tokens, those of an inner batch")
-            return max(1, round(self.line_search_tokens / self.inner_tokens))
-        return self.inner_steps if self.line_search else 0
+        if not self.line_search:
+            return 0
+        if not self.line_search_tokens:
+            return self.inner_steps
+        if not self.inner_tokens:
+            raise ValueError("line_search_tokens needs inner_tokens, those of an inner batch")
+        return max(1, round(self.line_search_tokens / self.inner_tokens))
 
     def check(self):
         """Raises ValueError where a setting is out of its range."""
@@ -90,16 +94,17 @@ class BaseConfig:
 
 
 def numbers(text):
-    """The numbers of a text, between blanks. Raises ValueError if a word is none."""
+    """The numbers of a text, separated by spaces. Raises ValueError if a word is not a number."""
     return [float(word) for word in text.split()]
 
 
 def check_alphas(text):
-    """Raises ValueError if a text is no list of different positive numbers between blanks."""
-    required = "positive numbers between blanks, such as 1 0.5 0.25"
-    sizes = []
-    with suppress(ValueError):
+    """Raises ValueError unless a text is a list of different positive numbers."""
+    required = "positive numbers separated by spaces, such as 1 0.5 0.25"
+    try:
         sizes = numbers(text)
+    except ValueError:
+        sizes = []
     bad = [size for size in sizes if not 0 < size < math.inf]
     if bad or not sizes:
         raise ValueError(f"alphas is {text!r}; it must be {required}")
@@ -126,8 +131,7 @@ def loss_at(theta0, theta, alpha, tokens, config):
     inf if it is not finite, or if α > 0 and θ is not finite: the loss alone may not show that, as
     the tokens do not read all rows of the embedding.
     """
-    loss = partial(config.model.loss, config.network)
-    mean_loss = parallel.mean(loss, config.micro_batch)
+    mean_loss = parallel.mean(partial(config.model.loss, config.network), config.micro_batch)
     loss = mean_loss(between(theta0, theta, alpha), tokens)
     is_finite = [jnp.isfinite(a).all() for a in jax.tree.leaves(theta)]
     theta_is_finite = jnp.array(is_finite).all()
@@ -136,11 +140,12 @@ def loss_at(theta0, theta, alpha, tokens, config):
 
 
 def line_search(theta0, theta, fresh, config):
-    """The step size with the smallest loss, the losses, and how many inner batches were read.
+    """The best step size, the losses, and how many inner batches were read.
 
-    fresh(k), k < fresh_batches: an inner batch of fresh tokens, int32 [B, T+1]. The losses are
-    {name: mean in nats per token}, where loss_at_0.5 is that at α = 0.5; of an α that the race has
-    dropped, it is an `estimate`. With the guard, α is 0 unless another step size beats θ_t.
+    The best is that with the smallest mean loss of those that the race has not dropped. With the
+    guard it is 0 unless another one beats θ_t. The losses are {name: mean in nats per token}, where
+    loss_at_0.5 is that at α = 0.5; of those that were dropped they are an `estimate`. fresh(k),
+    k < fresh_batches: an inner batch of fresh tokens, int32 [B, T+1].
     """
     alphas = config.step_sizes
     losses = np.full((config.fresh_batches, len(alphas)), np.nan)  # nan: not measured
@@ -160,33 +165,36 @@ def line_search(theta0, theta, fresh, config):
     means = losses[:, running].mean(axis=0)
     best = running[means.argmin()]  # the first of equals: θ_t stays
     names = [name_of(alpha) for alpha in alphas]
-    return alphas[best], dict(zip(names, estimate(losses, best), strict=True)), read
+    by_name = dict(zip(names, estimate(losses, best), strict=True))
+    return alphas[best], by_name, read
 
 
 def still_running(losses, running):
-    """Those of the columns `running` whose α may still be the best.
+    """Those of the columns `running` whose α may still be the best; the first if none is finite.
 
-    losses: of each inner batch so far at each α, [n, A].
+    losses: [n, A], a row for each inner batch so far, a column for each α.
     """
     finite = [i for i in running if np.isfinite(losses[:, i]).all()]
-    running = finite or running[:1]
+    if not finite:
+        return running[:1]
     n = len(losses)
     if n < FIRST_LOOK:
-        return running
-    losses = losses[:, running]
-    best = losses.mean(axis=0).argmin()
-    behind = losses - losses[:, [best]]  # d, [n, running]
+        return finite
+    of_finite = losses[:, finite]
+    best = of_finite.mean(axis=0).argmin()
+    behind = of_finite - of_finite[:, [best]]  # the differences d, [n, finite]
     error = behind.std(axis=0, ddof=1) / math.sqrt(n)
     stays = behind.mean(axis=0) + TIE <= ERRORS * error
     stays[best] = True
-    return [i for i, may_win in zip(running, stays, strict=True) if may_win]
+    return [i for i, may_win in zip(finite, stays, strict=True) if may_win]
 
 
 def estimate(losses, best):
-    """The mean loss at each α over all inner batches that were read, [A].
+    """The mean loss at each α over all inner batches that were read, [A]; nan if all are infinite.
 
     losses: [n, A], nan where none was measured; best: the column of the best α. An α that dropped
-    out has the best one's mean, plus how far it was behind while it ran.
+    out has the best one's mean, plus how far it was behind while it ran. That may be less than
+    nothing, where the later best was not ahead yet.
     """
     was_measured = ~np.isnan(losses)
     with np.errstate(invalid="ignore"):  # inf - inf, where no α is any good

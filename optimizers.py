@@ -2,7 +2,7 @@
 
     AdamW:  θ - lr m / √v                     m, v: running means of the gradient g and of g²
     Muon:   θ - lr √max(1, out/in) U Vᵀ       U S Vᵀ: the running mean of a matrix's gradient
-    SOAP:   θ - lr Q_L (m / √v) Q_Rᵀ          Adam in the eigenbases Q of Shampoo's factors
+    SOAP:   θ - lr Q_L (m' / √v') Q_Rᵀ        Adam in the eigenbases Q of Shampoo's factors
 
 An optax transformation is a pair of functions. `init(params)` returns its state;
 `update(grads, state, params)` returns the step, to be added to the parameters, and the next state.
@@ -21,7 +21,7 @@ import optax
 
 import kernels
 import model
-from kernels.orthogonal import orthonormalize, product
+from kernels.orthogonal import exact_product, orthonormalize
 from runtime import parallel
 
 # ---- which parameters are treated alike ----------------------------------------------------------
@@ -179,9 +179,10 @@ def join_by_shape(tree):
 # ---- SOAP (Vyas et al. 2024) ---------------------------------------------------------------------
 #
 #     L, R: running means of g gᵀ and of gᵀ g, Shampoo's factors of a gradient g [m, n]
-#     Q_L, Q_R: their eigenvectors, refreshed by a step of power iteration, Q_L <- QR(L Q_L)
+#     Q_L, Q_R: their eigenvectors, refreshed by a step of power iteration: Q_L <- Q of L Q_L = Q R
 #     m: running mean of g;   v: of g'², where g' = Q_Lᵀ g Q_R is g in the eigenbasis
 #     the step is Q_L (m' / √v) Q_Rᵀ, where m' = Q_Lᵀ m Q_R
+#     F: one of the factors; side 0 of a matrix is that of L, its rows, and side 1 that of R
 
 
 class SoapState(NamedTuple):
@@ -209,8 +210,8 @@ def soap(lr, b1, b2, weight_decay, clip, frequency, largest):
 def scale_by_soap(b1, b2, frequency, largest):
     """SOAP without a learning rate.
 
-    frequency: updates from one refresh of the eigenvectors to the next; largest: a side of a matrix
-    that is longer than this is not rotated.
+    frequency: updates from one refresh of the eigenvectors to the next (the name is SOAP's);
+    largest: a side of a matrix that is longer than this is not rotated.
     """
 
     def start(a, rotates):
@@ -252,18 +253,19 @@ def soap_step(b1, b2, n, g, state):
     rotated = rotate(g, state.Q)
     m = running_mean(state.momentum, g, b1)
     v = running_mean(state.v, rotated * rotated, b2)
-    m = jnp.where(n == 0, 0, m)
+    m = jnp.where(n == 0, 0, m)  # gradient 0 makes eigenvectors only
     v = jnp.where(n == 0, 0, v)
-    m_bias = 1 - b1 ** jnp.maximum(n, 1)
-    v_bias = 1 - b2**n
-    step = rotate_back(rotate(m, state.Q) / (jnp.sqrt(v) + 1e-8), state.Q)
-    step = step * (jnp.sqrt(v_bias) / m_bias)
+    m_weight = 1 - b1 ** jnp.maximum(n, 1)  # of all gradients in m; at n = 0 not 0, to divide by it
+    v_weight = 1 - b2**n
+    in_eigenbasis = rotate(m, state.Q) / (jnp.sqrt(v) + 1e-8)
+    step = rotate_back(in_eigenbasis, state.Q)
+    step = step * (jnp.sqrt(v_weight) / m_weight)
 
     L, R = state.factors
     if L is not None:
-        L = running_mean(L, product(g, g.mT), b2)
+        L = running_mean(L, exact_product(g, g.mT), b2)
     if R is not None:
-        R = running_mean(R, product(g.mT, g), b2)
+        R = running_mean(R, exact_product(g.mT, g), b2)
     return step, SoapState(m, v, (L, R), state.Q)
 
 
@@ -276,9 +278,9 @@ def rotate(x, Q):
     """Q_Lᵀ x Q_R."""
     Q_L, Q_R = Q
     if Q_L is not None:
-        x = product(Q_L.mT, x)
+        x = exact_product(Q_L.mT, x)
     if Q_R is not None:
-        x = product(x, Q_R)
+        x = exact_product(x, Q_R)
     return x
 
 
@@ -288,23 +290,27 @@ def rotate_back(x, Q):
 
 
 def refresh(frequency, n, states):
-    """The states of all parameters after gradient n, with eigenvectors for the next gradient."""
+    """The states of all parameters after gradient n, with eigenvectors for the next gradient.
 
-    def first():
-        Q = in_stacks(eigenvectors, [state.factors for state in states])
-        return Q, [state.v for state in states]
+    All parameters at once, so that matrices of one size are treated as one stack.
+    """
+    vs = [state.v for state in states]
 
-    def refreshed():
+    def decompose():
+        return in_stacks(eigenvectors, [state.factors for state in states]), vs
+
+    def iterate():
         return power_iteration(states)
 
-    def kept():
-        return [state.Q for state in states], [state.v for state in states]
+    def keep():
+        return [state.Q for state in states], vs
 
-    def later():
-        return jax.lax.cond(n % frequency == 0, refreshed, kept)
-
-    Q, v = jax.lax.cond(n == 0, first, later)
-    return [state._replace(Q=Q[i], v=v[i]) for i, state in enumerate(states)]
+    case = jnp.where(n == 0, 0, jnp.where(n % frequency == 0, 1, 2))
+    Qs, vs = jax.lax.switch(case, [decompose, iterate, keep])
+    refreshed = []
+    for state, Q, v in zip(states, Qs, vs, strict=True):
+        refreshed.append(state._replace(Q=Q, v=v))
+    return refreshed
 
 
 def power_iteration(states):
@@ -319,13 +325,16 @@ def power_iteration(states):
 
 
 def multiply_and_sort(state):
-    """F Q of both sides of one parameter, the largest eigenvalue first; v in the same order."""
+    """F Q of both sides of one parameter, the largest eigenvalue first; v in the same order.
+
+    v belongs to the eigenvectors, so it moves with them.
+    """
     FQ = [None, None]
     v = state.v
     for side, F in enumerate(state.factors):
         if F is not None:
             Q = state.Q[side]
-            unsorted = product(F, Q)
+            unsorted = exact_product(F, Q)
             eigenvalues = jnp.sum(Q * unsorted, axis=-2)  # diag(Qᵀ F Q), [.., d]
             order = jnp.argsort(-eigenvalues, axis=-1)
             FQ[side] = jnp.take_along_axis(unsorted, order[..., None, :], axis=-1)

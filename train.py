@@ -885,27 +885,30 @@ def execute(run, corpus, signals):
 
 
 def fit_memory(run, init):
-    """The run with the largest micro-batch that fits into the memory of a device, and the bytes.
+    """The run with the largest micro-batch that fits into a device, and the MiB that it needs.
 
-    init: a function that makes the method's state. None for the bytes: --micro-batch is given, or
-    nothing is known of the memory, or of what the method needs; then the run is as it was.
+    init: makes the method's state. The run as it is, and None, if --micro-batch is given, if the
+    devices do not say how much memory they have, or if the method has no `lower`, which returns its
+    largest program before it is compiled.
     """
-    limit = memory.available()
-    can_lower = hasattr(run.method, "lower") and hasattr(run.settings, "micro_batch")
-    if run.config.micro_batch or limit is None or not can_lower:
+    has_lower = hasattr(run.method, "lower") and hasattr(run.settings, "micro_batch")
+    if run.config.micro_batch or not has_lower:
+        return run, None
+    # All processes must compile the same programs: those for the smallest device.
+    limit = -int(parallel.largest(-(memory.available() or 0)))
+    if limit == 0:
         return run, None
 
-    tokens = jax.ShapeDtypeStruct((run.config.inner_batch, run.network.context + 1), jnp.int32)
-    tokens = parallel.shapes(run.mesh, tokens, parallel.rows)
+    shape = (run.config.inner_batch, run.network.context + 1)
+    inner_batch = jax.ShapeDtypeStruct(shape, jnp.int32)
+    tokens = parallel.shapes(run.mesh, inner_batch, parallel.rows)
     state = parallel.shapes(run.mesh, jax.eval_shape(init))
 
     def lower(size):
-        settings = replace(run.settings, micro_batch=size)
-        return run.method.lower(state, tokens, settings)
+        return run.method.lower(state, tokens, replace(run.settings, micro_batch=size))
 
     sequences = run.config.inner_batch // run.mesh.size
     size, needed = memory.find_micro_batch(sequences, lower, limit)
-    size = -int(parallel.largest(-size))  # the smallest of all processes
     return run._replace(settings=replace(run.settings, micro_batch=size)), needed
 
 

@@ -3,16 +3,20 @@
 A GPU decomposes A = Q R slowly: one column after another, one matrix after another. Here Q comes
 from Gram-Schmidt's method by halves, for a whole stack of matrices at once:
 
-    A = [A₁ A₂]     Q₁ of A₁;  then what A₂ has outside of Q₁'s span:  A₂ - Q₁ (Q₁ᵀ A₂);  Q₂ of that
+    A = [A₁ A₂];    Q₁: from A₁;    Q₂: from A₂ - Q₁ (Q₁ᵀ A₂), what A₂ has outside of Q₁'s span
+    Q = [Q₁ Q₂]
 
-The halves are halved again, down to a few columns X, whose Gram matrix Xᵀ X = L Lᵀ (Cholesky) gives
-X L⁻ᵀ, which is orthonormal. Like R's in A = Q R, all these factors are upper triangular with a
-positive diagonal, so that this Q is the one of A = Q R, but for the signs of columns.
+The halves are halved again, down to a few columns X. Their Gram matrix is Xᵀ X = C Cᵀ (Cholesky),
+and X C⁻ᵀ is orthonormal. All steps together are A = Q R, where R is upper triangular with a
+positive diagonal. There is only one such Q. Where `jnp.linalg.qr` gives R a negative number there,
+a column of its Q has the other sign. SOAP does not mind, as it uses each column twice, or squares
+it.
 
-Rounding spoils Q where columns are nearly dependent. In SOAP they are: a column of F Q that belongs
-to a small eigenvalue points into the directions of large ones as soon as these turn a little.
-But the columns of the result are further from dependent than A's. So the method is repeated on its
-own result: two or three passes are enough, even where A's rank is low up to rounding.
+Rounding spoils Q where columns are nearly dependent. In SOAP they are: A = F Q' has the columns F
+q, and those of small eigenvalues turn towards those of large ones as soon as F changes a little.
+But the columns of the result are further from dependent than those of A. So the method is applied
+to its own result, again and again (block Gram-Schmidt with shifted Cholesky QR, repeated). Two to
+four passes are usual; five were needed for a rank of 3 in 48 dimensions.
 """
 
 import jax
@@ -21,19 +25,20 @@ from jax.lax.linalg import triangular_solve
 
 import kernels
 
-PASSES = 6  # the most of them; two or three are usual
+PASSES = 6  # the most of them
 LEAF = 256  # the most columns that Cholesky makes orthonormal at once
-FEW = 16  # as many of them may belong to eigenvalues of any size
+FEW = 16  # so few columns go to Cholesky wherever they begin
 
 
-def product(a, b):
-    """a b in float32, with no factor rounded, as it is on a GPU otherwise.
+def exact_product(a, b):
+    """a b, where no factor is rounded. (By default a GPU rounds float32 factors to fewer digits.)
 
-    A GPU is fast at products of bfloat16 factors, which have 8 binary digits. Three of these make a
-    float32, and the six largest products of such thirds a product of float32. On an H200 this takes
-    half the time of a product in float32 for sides of 3072 (14.3 against 26.9 ms for 24 of them),
-    and 0.9 of it for sides of 768. The relative error is 3e-6 and 8e-7 there, against 1e-6 and
-    5e-7: tensor cores cut sums off where others round.
+    A float32 has 24 binary digits. So it is the sum of three bfloat16, of 8 digits each, which GPUs
+    are fast at. Of the nine products of such thirds, the six largest are enough. On an H200:
+
+        sides                 ms: six products, float32     relative error: the same two
+        3072, 24 matrices     14.3, 26.9                    3e-6, 1e-6
+        768, 122 matrices     2.4, 2.6                      8e-7, 5e-7
     """
     precision = "highest"
     if a.dtype == jnp.float32 and kernels.capable():
@@ -44,41 +49,43 @@ def product(a, b):
 def orthonormalize(A):
     """Q of A = Q R for each matrix of a stack [n, d, d]; the signs of its columns may be others.
 
-    A matrix whose result is not orthonormal is decomposed by itself, as where columns are zero.
+    A matrix whose result is not orthonormal is decomposed by itself, such as one with a column of
+    zeros: its result is NaN.
     """
 
     def goes_on(state):
-        passes, departure, _ = state
-        return (passes < PASSES) & jnp.any(departure > 0.1)
+        passes, departure_before, _ = state
+        return (passes < PASSES) & jnp.any(departure_before > 0.1)  # False for NaN
 
     def one_more(state):
         passes, _, Q = state
         # Where columns were orthonormal to one digit before a pass, all digits are right after it.
-        departure = departure_from_orthonormal(Q)
-        return passes + 1, departure, gram_schmidt(Q, departure)
+        departure_before = departure_from_orthonormal(Q)
+        return passes + 1, departure_before, gram_schmidt(Q, departure_before)
 
     far = jnp.full(len(A), jnp.inf, A.dtype)
-    scaled = A / jnp.max(jnp.abs(A), axis=-2, keepdims=True)  # so that squares are not too small
+    scaled = A / jnp.max(jnp.abs(A), axis=-2, keepdims=True)  # or squares may be 0 or infinite
     _, _, Q = jax.lax.while_loop(goes_on, one_more, (0, far, unit_columns(scaled)))
-    bound = 8 * jnp.finfo(A.dtype).eps * A.shape[-1] ** 0.5
+    bound = 8 * jnp.finfo(A.dtype).eps * A.shape[-1] ** 0.5  # as rounding of d numbers adds up
     good = departure_from_orthonormal(Q) < bound  # False for NaN
 
     def decompose_others():
-        return jax.lax.map(keep_or_decompose, (good, Q, A))
+        return jax.lax.map(keep_or_decompose, (good, Q, A))  # one by one
 
     return jax.lax.cond(jnp.all(good), lambda: Q, decompose_others)
 
 
-def keep_or_decompose(matrix):
-    """Q where it is good, otherwise that of the decomposition A = Q R; (good, Q, A) of one."""
-    good, Q, A = matrix
+def keep_or_decompose(good_Q_A):
+    """(good, Q, A) of one matrix -> its Q if that is good, otherwise that of A = Q R."""
+    good, Q, A = good_Q_A
     return jax.lax.cond(good, lambda: Q, lambda: jnp.linalg.qr(A)[0])
 
 
 def departure_from_orthonormal(Q):
-    """The largest entry of Qᵀ Q z - z for eight z of random signs, for each of a stack [n, d, d].
+    """max |E z|, E = Qᵀ Q - I, over eight z of random signs; of each Q of a stack [n, d, d].
 
-    It shows what max |Qᵀ Q - I| would, for less than one product of matrices.
+    An entry of E z is a sum of ± Eᵢⱼ, so for at least half of the z it is as large as any of them.
+    E itself would cost a whole product.
     """
     z = jax.random.rademacher(jax.random.key(0), (Q.shape[-1], 8), Q.dtype)
     z = jnp.broadcast_to(z, (len(Q), *z.shape))
@@ -90,30 +97,33 @@ def departure_from_orthonormal(Q):
 def gram_schmidt(A, departure, start=0):
     """One pass: columns that span what those of A [n, d, k] do, orthonormal up to rounding.
 
-    departure: from orthonormal, of the whole matrices, [n]; start: index of A's first column there.
-    Cholesky wants eigenvalues of like size. They fall fastest at first: over columns k to 2 k about
-    as far as over k / 2 to k. So the first columns are halved on until they are few.
+    departure: that of the whole matrices, of which A has k columns, [n]; start: the number of the
+    first of these. SOAP sorts the columns by eigenvalue, and Cholesky is only exact where these
+    differ little. They fall like a power of the column's number: from column i to 2 i by about the
+    same factor for every i. So k columns that begin at column k or later are alike enough.
     """
     k = A.shape[-1]
-    if k <= LEAF and (k <= FEW or k <= start):
+    are_alike = k <= start or k <= FEW
+    if k <= LEAF and are_alike:
         return cholesky_qr(A, departure)
     left, right = jnp.split(A, [k // 2], axis=-1)
     left = gram_schmidt(left, departure, start)
-    right = right - product(left, product(left.mT, right))
+    right = right - exact_product(left, exact_product(left.mT, right))
     right = gram_schmidt(right, departure, start + k // 2)
     return jnp.concatenate([left, right], axis=-1)
 
 
 def cholesky_qr(X, departure):
-    """Q of X = Q R by Cholesky's decomposition, for a few columns."""
-    X = unit_columns(X)
+    """Q of X = Q R by Cholesky's decomposition, for a few columns; NaN where that fails."""
+    X = unit_columns(X)  # again: what is left of some may be short
     G = jnp.matmul(X.mT, X, precision="highest")
     eye = jnp.broadcast_to(jnp.eye(G.shape[-1], dtype=G.dtype), G.shape)
-    # As much more as rounding may have taken away, lest G's smallest eigenvalue be negative.
-    lost = jnp.minimum(departure, 3) * G.shape[-1] * jnp.finfo(G.dtype).eps
-    L = jnp.linalg.cholesky(G + lost[:, None, None] * eye, symmetrize_input=False)
-    L_inverse = triangular_solve(L, eye, left_side=True, lower=True)
-    return unit_columns(jnp.matmul(X, L_inverse.mT, precision="highest"))
+    # Rounding may make G's smallest eigenvalue negative. So a little is added to the diagonal: less
+    # where the columns are nearly orthonormal, so that the last pass is exact.
+    shift = jnp.minimum(departure, 3) * G.shape[-1] * jnp.finfo(G.dtype).eps
+    C = jnp.linalg.cholesky(G + shift[:, None, None] * eye, symmetrize_input=False)
+    C_inverse = triangular_solve(C, eye, left_side=True, lower=True)  # a product with it is fast
+    return unit_columns(jnp.matmul(X, C_inverse.mT, precision="highest"))
 
 
 def unit_columns(X):

@@ -9,7 +9,7 @@ the axis says where the arrays of a state (parameters, optimizer state) and the 
               `mean` gathers the matrices before it uses them
 
 A method needs two of these functions: `mean` around what it computes from a batch, and `jit` in
-place of jax.jit. On one device both change nothing.
+place of jax.jit. On one device both change nothing, but for micro-batches.
 """
 
 import importlib.util
@@ -191,10 +191,11 @@ def mean(f, micro_batch=0):
     f(*trees, tokens) -> tree of arrays. trees: of arrays, such as the parameters, whole in every
     call. tokens: int32 [B, T+1]; with n devices, a call gets B/n of the rows. What f returns must
     be a mean over its rows: as every share has the same size, the mean of the n results is then the
-    mean over all B rows. Use it inside a jitted function. On one device it is f itself.
+    mean over all B rows. If n does not divide B, every device computes on all rows. Use it inside a
+    jitted function. On one device it is f, but for micro-batches.
 
-    micro_batch: how many rows a device computes on at once, at most; 0 = its whole share. The
-    results are added up, so that f needs memory for so many rows only.
+    micro_batch: how many rows a device computes on at once, at most; 0 = its whole share. The mean
+    of the results is taken, so that f needs memory for so many rows only.
     """
     f = in_parts(f, micro_batch)
 
@@ -242,28 +243,33 @@ def mean(f, micro_batch=0):
 def in_parts(f, most):
     """f(*trees, tokens) as the mean over equal parts of tokens [B, T+1], of at most `most` rows.
 
-    0 = as it is.
+    most = 0: f itself.
     """
+    if not most:
+        return f
 
     def averaged(*args):
         *trees, tokens = args
-        B = len(tokens)
-        n = -(-B // most)  # parts, rounded up
-        while B % n:  # until all have the same number of rows
-            n += 1
+        rows = largest_divisor(len(tokens), most)
+        n = len(tokens) // rows  # parts
         if n == 1:
             return f(*args)
 
         def add(total, part):
             return jax.tree.map(jnp.add, total, f(*trees, part)), None
 
-        parts = tokens.reshape(n, -1, tokens.shape[1])
-        shapes = jax.eval_shape(f, *trees, parts[0])
-        zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+        parts = tokens.reshape(n, rows, tokens.shape[1])
+        result = jax.eval_shape(f, *trees, parts[0])
+        zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), result)
         total, _ = jax.lax.scan(add, zero, parts)
         return jax.tree.map(lambda a: a / n, total)
 
-    return averaged if most else f
+    return averaged
+
+
+def largest_divisor(number, most):
+    """The largest number up to `most` that divides `number`."""
+    return max(n for n in range(1, min(number, most) + 1) if number % n == 0)
 
 
 def jit(f, **options):

@@ -47,7 +47,7 @@ def opening(run, forms, memory_needed, text, whole_text, begun):
     """Prints what a run is about to do.
 
     In words: forms, whether kernels run; text, what its text has; begun, what an earlier command
-    has done of the run. memory_needed: bytes of a device that an inner batch needs; None if that
+    has done of the run. memory_needed: MiB of a device that an inner batch needs; None if that
     is not known. whole_text: tokens of training windows; None if not all are tokenized yet.
     """
     config, context = run.config, run.network.context
@@ -79,7 +79,7 @@ def describe_memory(run, needed):
     """How much of an inner batch a device computes on at once, and the memory for that."""
     share = run.config.inner_batch // run.mesh.size
     at_once = f"{run.micro_batch} of {share} sequences at once on each device"
-    gib = f"{needed / 2**30:.1f} of {memory.available() / 2**30:.1f} GiB"
+    gib = f"{needed / 2**10:.1f} of {memory.available() / 2**10:.1f} GiB"
     return f"memory: {at_once}, which takes {gib}"
 
 

@@ -1,8 +1,10 @@
-"""What is done with the documents of a chunk: each is put on a side, and becomes ids.
+"""Turns documents into token ids, a chunk at a time: a list of documents, see formats.py.
 
-Nearly all the time of preparing a text goes into this work. It depends on nothing but the chunk, so
-many processes can share it (text/workers.py). The process that shares it out only cuts the file
-into chunks, and writes down what comes back.
+A document is on one of two sides, for training or for validation; its hash decides which.
+
+Nearly all the time of preparing a text goes into this work. It depends on no other chunk, so many
+processes can share it (workers.py). The process that shares it out only cuts the file into chunks,
+and writes down what comes back.
 """
 
 import hashlib
@@ -11,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 SIDES = ("train", "val")
+# What the largest hash may be that is held out for validation:
 ALL = b"\xff" * 8  # no hash is larger
 NONE = b""  # every hash is larger
 
@@ -18,7 +21,7 @@ NONE = b""  # every hash is larger
 class Encoded(NamedTuple):
     """The documents that a chunk has on one side."""
 
-    documents: int
+    documents: int  # how many
     size: int  # bytes of their text in UTF-8
     ids: np.ndarray  # uint16 [n]; end-of-text follows each document
 
@@ -36,7 +39,7 @@ def encode_texts(tokenizer, texts):
     """A list of texts as Encoded."""
     end_of_text = np.array([tokenizer.end_of_text], np.uint16)
     size = 0
-    ids = [np.empty(0, np.uint16)]
+    ids = [np.empty(0, np.uint16)]  # so that no texts give no ids
     for text in texts:
         size += len(text.encode())
         ids += [tokenizer.encode(text), end_of_text]
@@ -44,7 +47,7 @@ def encode_texts(tokenizer, texts):
 
 
 def hashes(_, chunk):
-    """The hashes of a chunk's documents, a set. It needs no tokenizer."""
+    """The hashes of a chunk's documents, a set. Workers pass a tokenizer, which is not needed."""
     return set(map(hash_of, chunk))
 
 

@@ -49,9 +49,7 @@ def test_a_step_in_micro_batches_is_the_same_step(float64, name):
             state, metrics = method.module.update(state, *many(TOY, 4), config)
         return state, metrics
 
-    whole = steps(0)
-    for size in (1, 2):
-        assert_close(steps(size), whole, rtol=1e-6, atol=1e-9)
+    assert_close(steps(1), steps(0), rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", train.METHODS)
@@ -65,24 +63,25 @@ def test_a_smaller_micro_batch_needs_less_memory(name):
         config = method.Config(network, 2, 3, micro_batch=size)
         state = jax.eval_shape(lambda c=config: method.module.init(random_params(network), c))
         needed[size], arguments = memory.usage(method.module.lower(state, tokens, config))
-        assert arguments >= sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state.params))
+        bytes_of_params = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state.params))
+        assert arguments >= bytes_of_params / 2**20
     assert needed[1] < needed[16] / 2
 
 
 def program(arguments, results, in_place, between):
-    """What the compiler says of a program, in bytes."""
+    """What the compiler says of a program that needs so many MiB."""
     analysis = SimpleNamespace(
-        argument_size_in_bytes=arguments,
-        output_size_in_bytes=results,
-        alias_size_in_bytes=in_place,
-        temp_size_in_bytes=between,
+        argument_size_in_bytes=arguments * 2**20,
+        output_size_in_bytes=results * 2**20,
+        alias_size_in_bytes=in_place * 2**20,
+        temp_size_in_bytes=between * 2**20,
     )
     compiled = SimpleNamespace(memory_analysis=lambda: analysis)
     return SimpleNamespace(compile=lambda: compiled)
 
 
 def test_results_in_the_place_of_arguments_need_no_memory_of_their_own():
-    assert memory.usage(program(100, 90, 80, 1000)) == (1110, 100)
+    assert memory.usage(program(100, 90, 80, 1000)) == (1110, 100)  # MiB
 
 
 @given(
@@ -109,10 +108,10 @@ def test_the_largest_micro_batch_that_fits(sequences, state, constant, per_seque
     fits = found <= room * (1 + 1e-9)
     assert fits or size == 1
     larger = [n for n in range(size + 1, sequences + 1) if sequences % n == 0]
-    if constant == 0:  # with a constant, a guess from a large size may be too small
-        assert not [n for n in larger if needed(n) <= room * (1 - 1e-9)]
-        assert len(compiled) <= 2
+    assert not [n for n in larger if needed(n) <= room * (1 - 1e-9)]
     assert len(set(compiled)) == len(compiled)
+    if constant == 0:
+        assert len(compiled) <= 2
 
 
 def test_a_run_takes_micro_batches_that_fit(here, capsys, monkeypatch):
@@ -129,7 +128,7 @@ def test_a_run_takes_micro_batches_that_fit(here, capsys, monkeypatch):
 
     def noted(lowered):
         needed.append(original(lowered))
-        return needed[-1]
+        return tuple(1000 * mib for mib in needed[-1])  # as if the model were larger
 
     monkeypatch.setattr(memory, "usage", noted)
     monkeypatch.setattr(memory, "available", lambda: 1)
