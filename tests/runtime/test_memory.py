@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TOY, many, random_params, rows, run
+from conftest import SMALL, TOY, many, random_params, rows, run
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gn
+import model
 import train
-from runtime import memory, parallel
+from runtime import memory, parallel, report
 
 
 def assert_close(a, b, **tolerance):
@@ -20,7 +22,9 @@ def assert_close(a, b, **tolerance):
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize(("most", "seen"), [(0, 6), (1, 1), (2, 2), (4, 3), (5, 3), (6, 6), (9, 6)])
+@pytest.mark.parametrize(
+    ("most", "seen"), [(0, 10), (1, 1), (2, 2), (3, 2), (4, 2), (7, 5), (10, 10), (13, 10)]
+)
 def test_a_mean_over_parts_is_the_mean(float64, devices, most, seen):
     """In as few equal parts as there can be; on each of two devices too, with its own rows."""
     heights = []
@@ -29,7 +33,7 @@ def test_a_mean_over_parts_is_the_mean(float64, devices, most, seen):
         heights.append(len(tokens))
         return {"value": x * tokens.mean(), "grad": tokens.mean(axis=0)}
 
-    tokens = np.random.default_rng(0).normal(size=(6 * devices, 3))
+    tokens = np.random.default_rng(0).normal(size=(10 * devices, 3))
     with jax.set_mesh(parallel.mesh(devices)):
         found = jax.jit(parallel.mean(f, most))(2.0, tokens)
     assert set(heights) == {seen}
@@ -68,6 +72,17 @@ def test_a_smaller_micro_batch_needs_less_memory(name):
     assert needed[1] < needed[16] / 2
 
 
+@pytest.mark.parametrize("name", ["gn_prox", "layerwise_gn"])
+def test_the_program_is_that_of_the_method(name):
+    """Those that take gn.py's inner steps have another gradient there."""
+    method = train.METHODS[name]
+    config = method.Config(TOY, 2, 3)
+    state = jax.eval_shape(lambda: method.module.init(random_params(TOY), config))
+    tokens = jax.ShapeDtypeStruct((2, TOY.context + 1), jnp.int32)
+    own = method.module.lower(state, tokens, config).as_text()
+    assert own != gn.lower(state, tokens, config).as_text()
+
+
 def program(arguments, results, in_place, between):
     """What the compiler says of a program that needs so many MiB."""
     analysis = SimpleNamespace(
@@ -80,6 +95,15 @@ def program(arguments, results, in_place, between):
     return SimpleNamespace(compile=lambda: compiled)
 
 
+@pytest.mark.parametrize(
+    ("statistics", "limit"), [(None, None), ({}, None), ({"bytes_in_use": 3 * 2**20, "bytes_limit": 5 * 2**20}, 5)]
+)
+def test_memory_is_what_jax_may_use_of_a_device(monkeypatch, statistics, limit):
+    device = SimpleNamespace(memory_stats=lambda: statistics)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert memory.available() == limit
+
+
 def test_results_in_the_place_of_arguments_need_no_memory_of_their_own():
     assert memory.usage(program(100, 90, 80, 1000)) == (1110, 100)  # MiB
 
@@ -87,7 +111,7 @@ def test_results_in_the_place_of_arguments_need_no_memory_of_their_own():
 @given(
     sequences=st.integers(1, 200),
     state=st.integers(0, 2000),
-    constant=st.integers(0, 500),
+    constant=st.just(0) | st.integers(1, 500),
     per_sequence=st.integers(1, 100),
     room=st.integers(1, 10_000),
 )
@@ -96,6 +120,7 @@ def test_the_largest_micro_batch_that_fits(sequences, state, constant, per_seque
     compiled = []
 
     def lower(size):
+        assert size not in compiled
         compiled.append(size)
         return program(state, state, state, constant + per_sequence * size)
 
@@ -140,3 +165,73 @@ def test_a_run_takes_micro_batches_that_fit(here, capsys, monkeypatch):
     assert run("--out", "small", "--micro-batch", "2") == 0
     said = capsys.readouterr().out
     assert "--micro-batch 2" in said and "memory:" not in said
+
+
+@pytest.mark.parametrize("method", ["gn", "gn_cg"])
+def test_no_program_of_a_run_computes_on_more_sequences(here, monkeypatch, method):
+    """Warm-up, training, line search and evaluation, on one device with four sequences."""
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
+    jax.clear_caches()  # or what was traced before is not traced again
+    seen = set()
+    original = model.inputs_and_labels
+
+    def noted(tokens):
+        seen.add(len(tokens))
+        return original(tokens)
+
+    monkeypatch.setattr(model, "inputs_and_labels", noted)
+    assert run("--method", method, "--steps", "1", "--micro-batch", "2") == 0
+    assert seen == {2}
+
+
+def small_run(*flags):
+    return train.configure([*SMALL, "--data", "text.txt", *flags])
+
+
+def init_of(planned):
+    return lambda: gn.init(random_params(planned.network), planned.settings)
+
+
+@pytest.fixture
+def gibibytes(monkeypatch):
+    """A device may use 3.5 GiB, and a sequence takes one, whatever the network."""
+
+    def lower(state, tokens, config):
+        return config.micro_batch
+
+    monkeypatch.setattr(gn, "lower", lower)
+    monkeypatch.setattr(memory, "usage", lambda size: (size * 2**30, 0))
+    monkeypatch.setattr(memory, "available", lambda: 7 * 2**29)
+
+
+@pytest.mark.parametrize(("devices", "size", "share"), [(1, 3, 6), (2, 3, 3), (3, 2, 2)])
+def test_a_device_holds_sequences_of_its_own_share(gibibytes, monkeypatch, devices, size, share):
+    """Six sequences on all devices together."""
+    monkeypatch.setattr(jax, "local_device_count", lambda: devices)
+    planned = small_run("--inner-batch", "6")
+    fitted, needed = train.fit_memory(planned, init_of(planned))
+    assert (fitted.micro_batch, needed) == (size, size * 2**30)
+    at_once = f"memory: {size} of {share} sequences at once on each device"
+    assert report.describe_memory(fitted, needed) == f"{at_once}, which takes {size}.0 of 3.5 GiB"
+
+
+def test_all_processes_take_what_fits_into_each(gibibytes, monkeypatch):
+    """Else they would compile different programs, and wait for each other without end."""
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
+    monkeypatch.setattr(parallel, "largest", lambda number: max(number, -1))  # another has 1
+    planned = small_run("--inner-batch", "6")
+    fitted, _ = train.fit_memory(planned, init_of(planned))
+    assert fitted.micro_batch == 1
+
+
+def test_a_method_that_does_not_say_what_it_needs_is_left_as_it_is(gibibytes):
+    """One of your own, without the function `lower`, or with a Config without micro_batch."""
+    planned = small_run()
+    for own in ({"method": SimpleNamespace(init=gn.init)}, {"settings": SimpleNamespace()}):
+        changed = planned._replace(**own)
+        assert train.fit_memory(changed, init_of(planned)) == (changed, None)
+
+
+def test_no_sequence_at_all_is_refused(here, capsys):
+    assert run("--micro-batch", "0") == 2
+    assert "micro_batch" in capsys.readouterr().err
