@@ -96,7 +96,8 @@ def program(arguments, results, in_place, between):
 
 
 @pytest.mark.parametrize(
-    ("statistics", "limit"), [(None, None), ({}, None), ({"bytes_in_use": 3 * 2**20, "bytes_limit": 5 * 2**20}, 5)]
+    ("statistics", "limit"),
+    [(None, None), ({}, None), ({"bytes_in_use": 3 * 2**20, "bytes_limit": 5 * 2**20}, 5)],
 )
 def test_memory_is_what_jax_may_use_of_a_device(monkeypatch, statistics, limit):
     device = SimpleNamespace(memory_stats=lambda: statistics)
