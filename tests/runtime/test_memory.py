@@ -201,8 +201,8 @@ def gibibytes(monkeypatch):
         return config.micro_batch
 
     monkeypatch.setattr(gn, "lower", lower)
-    monkeypatch.setattr(memory, "usage", lambda size: (size * 2**30, 0))
-    monkeypatch.setattr(memory, "available", lambda: 7 * 2**29)
+    monkeypatch.setattr(memory, "usage", lambda size: (size * 2**10, 0))
+    monkeypatch.setattr(memory, "available", lambda: 7 * 2**9)
 
 
 @pytest.mark.parametrize(("devices", "size", "share"), [(1, 3, 6), (2, 3, 3), (3, 2, 2)])
@@ -211,7 +211,7 @@ def test_a_device_holds_sequences_of_its_own_share(gibibytes, monkeypatch, devic
     monkeypatch.setattr(jax, "local_device_count", lambda: devices)
     planned = small_run("--inner-batch", "6")
     fitted, needed = train.fit_memory(planned, init_of(planned))
-    assert (fitted.micro_batch, needed) == (size, size * 2**30)
+    assert (fitted.micro_batch, needed) == (size, size * 2**10)
     at_once = f"memory: {size} of {share} sequences at once on each device"
     assert report.describe_memory(fitted, needed) == f"{at_once}, which takes {size}.0 of 3.5 GiB"
 
@@ -219,7 +219,7 @@ def test_a_device_holds_sequences_of_its_own_share(gibibytes, monkeypatch, devic
 def test_all_processes_take_what_fits_into_each(gibibytes, monkeypatch):
     """Else they would compile different programs, and wait for each other without end."""
     monkeypatch.setattr(jax, "local_device_count", lambda: 1)
-    monkeypatch.setattr(parallel, "largest", lambda number: max(number, -1))  # another has 1
+    monkeypatch.setattr(parallel, "largest", lambda number: max(number, -1))  # another has 1 MiB
     planned = small_run("--inner-batch", "6")
     fitted, _ = train.fit_memory(planned, init_of(planned))
     assert fitted.micro_batch == 1
