@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TOY, assert_same, many, random_params
+from conftest import SMALL, TOY, assert_same, many, random_params
 from hypothesis import given
 from hypothesis import strategies as st
 from test_gn import GRID, LOSS, LOSS_GRAD, add, close, config_of, losses_by_hand
 
 import gn
 import line_search as module
+import train
 from line_search import FIRST_LOOK, TIE, between, line_search, still_running
 
 
@@ -77,6 +78,13 @@ def test_a_line_search_may_read_less_than_a_batch(float64):
     assert read == [0, 1]
     best = np.argmin(losses_by_hand(params, theta, fresh).sum(axis=0))
     assert math.isclose(alpha, GRID[best])
+
+
+def test_the_flag_counts_tokens():
+    """Those of an inner batch, four sequences of 16, are the command's."""
+    for method in ("gn", "gn_cg"):
+        argv = [*SMALL, "--method", method, "--data", "text.txt", "--line-search-tokens", "130"]
+        assert train.configure(argv).settings.fresh_batches == 2
 
 
 def test_guard_refuses_a_step_that_does_not_lower_the_loss(float64):
