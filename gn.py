@@ -234,10 +234,8 @@ def lower(state, tokens, config, value_and_grad=value_and_grad):
 
 
 @parallel.jit
-def move(state, alpha, config, read=0):
+def move(state, alpha, config):
     """The State at the start of the next outer step, at θ_{t+1} = θ_t + α (θ - θ_t).
-
-    read: inner batches that the line search has read.
 
     The next inner loop starts from θ, not from θ_{t+1} (Section 5.1): the inner optimizer goes on
     from the point that it has come to, with its momentum there. α only decides where the network is
@@ -258,8 +256,8 @@ def move(state, alpha, config, read=0):
         tau = config.average**config.loop_steps
         average = optimizers.update_average(average, params, tau)
     k, losses, inner_losses = jax.tree.map(jnp.zeros_like, state[-3:])
-    searched = state.searched + read
-    return State(params, theta, average, opt, state.t + 1, searched, k, losses, inner_losses)
+    t = state.t + 1
+    return State(params, theta, average, opt, t, state.searched, k, losses, inner_losses)
 
 
 def update(state, batches, fresh, config, watch=lambda state: None, value_and_grad=value_and_grad):
@@ -288,8 +286,9 @@ def update(state, batches, fresh, config, watch=lambda state: None, value_and_gr
         "lr": learning_rate(state.t, 0, config),
     }
     metrics |= optimizers.norms_of_step(state.params, state.theta)
-    alpha, read = 1.0, 0
+    alpha = 1.0
     if config.line_search:
         alpha, losses, read = line_search(state.params, state.theta, fresh, config)
+        state = state._replace(searched=state.searched + read)
         metrics |= {"alpha": alpha} | losses
-    return move(state, alpha, config, read), metrics
+    return move(state, alpha, config), metrics

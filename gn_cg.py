@@ -166,10 +166,11 @@ def update(state, batches, fresh, config, watch=lambda state: None):
 
     metrics = {"train_loss": state.loss, "inner_loss": state.inner_loss}
     metrics |= optimizers.norms_of_step(state.params, state.theta)
-    alpha, read = 1.0, 0
+    alpha = 1.0
+    searched = state.searched
     if config.line_search:
         alpha, losses, read = line_search(state.params, state.theta, fresh, config)
+        searched = searched + read
         metrics |= {"alpha": alpha} | losses
     params = between(state.params, state.theta, alpha)
-    searched = state.searched + read
     return init(params, config)._replace(t=state.t + 1, searched=searched), metrics

@@ -45,7 +45,7 @@ TIE = 1e-4  # nats per token that do not matter
 
 @dataclass(frozen=True)
 class BaseConfig:
-    """Settings of every method with a line search: sizes, which train.py fills in, and its own."""
+    """Settings of every method with a line search; train.py fills in the sizes."""
 
     network: model.Config  # sizes of the network
     inner_steps: int  # inner batches in a batch, N
@@ -193,8 +193,8 @@ def estimate(losses, best):
     """The mean loss at each α over all inner batches that were read, [A]; nan if all are infinite.
 
     losses: [n, A], nan where none was measured; best: the column of the best α. An α that dropped
-    out has the best one's mean, plus how far it was behind while it ran. That may be less than
-    nothing, where the later best was not ahead yet.
+    out has the best one's mean, plus how far it was behind while it ran. (It may have been ahead:
+    the best of a race need not be the best of its first batches.)
     """
     was_measured = ~np.isnan(losses)
     with np.errstate(invalid="ignore"):  # inf - inf, where no α is any good

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import kernels
 import model
+from kernels import on_gpu
 from kernels.orthogonal import exact_product, orthonormalize
 from runtime import parallel
 
@@ -343,10 +343,9 @@ def multiply_and_sort(state):
     return tuple(FQ), v
 
 
+@on_gpu(orthonormalize)
 def orthonormal_columns(A):
     """Q of the decomposition A = Q R of each matrix of a stack [n, d, d]."""
-    if kernels.capable():
-        return orthonormalize(A)  # the same, for GPUs
 
     def of_one(A):
         Q, _ = jnp.linalg.qr(A)

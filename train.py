@@ -648,7 +648,8 @@ ROW = (
 def log_row(session, state, t, val_loss, metrics):
     """The row of log.jsonl of outer step t. Every number that a method's metrics hold is in it."""
     run, meta = session.run, session.corpus.meta
-    line_search_batches = int(getattr(state, "searched", 0))
+    # A state that does not count them belongs to a method that always reads the same number.
+    line_search_batches = int(getattr(state, "searched", t * run.settings.fresh_batches))
     batches = run.warmup_batches + t * run.settings.inner_steps + line_search_batches
     bits = val_loss / math.log(2)  # per token
 

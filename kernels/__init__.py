@@ -5,8 +5,8 @@ function and computes the same; `tests/kernels` holds the two against each other
 memory traffic: plain operations write large arrays between them and read them again. A kernel does
 not.
 
-A kernel is written in Pallas, JAX's language for kernels, and Triton compiles it for the GPU; but
-orthogonal.py, for SOAP, needs none. Words:
+Kernels are written in Pallas, JAX's language for them, and Triton compiles them for the GPU. Only
+that of orthogonal.py, for SOAP, is plain JAX. Words:
 
     program     one run of the kernel's function; a GPU runs hundreds of them at the same time
     grid        how many programs there are, by axes; `pl.program_id(axis)` says which one this is

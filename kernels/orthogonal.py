@@ -120,7 +120,8 @@ def cholesky_qr(X, departure):
     eye = jnp.broadcast_to(jnp.eye(G.shape[-1], dtype=G.dtype), G.shape)
     # Rounding may make G's smallest eigenvalue negative. So a little is added to the diagonal: less
     # where the columns are nearly orthonormal, so that the last pass is exact.
-    shift = jnp.minimum(departure, 3) * G.shape[-1] * jnp.finfo(G.dtype).eps
+    rounding = G.shape[-1] * jnp.finfo(G.dtype).eps
+    shift = jnp.minimum(departure, 3) * rounding
     C = jnp.linalg.cholesky(G + shift[:, None, None] * eye, symmetrize_input=False)
     C_inverse = triangular_solve(C, eye, left_side=True, lower=True)  # a product with it is fast
     return unit_columns(jnp.matmul(X, C_inverse.mT, precision="highest"))

@@ -207,27 +207,15 @@ def mean(f, micro_batch=0):
         *trees, tokens = args
         (axis,) = mesh.axis_names
         tree_specs = jax.tree.map(partial(spec, mesh), trees)
-        result_specs = PartitionSpec()
+        result_specs = PartitionSpec()  # of the whole tree: every device has all of it
         if axis == "shard":
             result_specs = jax.tree.map(partial(spec, mesh), jax.eval_shape(f, *args))
 
-        def gather(part, where):
-            """The whole array of which this device has a part."""
-            if len(where) == 0:
-                return part
-            return jax.lax.all_gather(part, axis, axis=len(where) - 1, tiled=True)
-
-        def average(where, a):
-            """The mean over devices: all of it, or the part that belongs to this device."""
-            if len(where) == 0:
-                return jax.lax.pmean(a, axis)
-            cut = len(where) - 1
-            return jax.lax.psum_scatter(a, axis, scatter_dimension=cut, tiled=True) / mesh.size
-
         def on_one_device(*args):
             *parts, tokens = args
-            whole_trees = jax.tree.map(gather, parts, tree_specs)
-            return jax.tree.map(average, result_specs, f(*whole_trees, tokens))
+            whole_trees = jax.tree.map(partial(gather, mesh), tree_specs, parts)
+            result = f(*whole_trees, tokens)
+            return jax.tree.map(partial(average, mesh), result_specs, result)
 
         on_all_devices = jax.shard_map(
             on_one_device,
@@ -240,6 +228,24 @@ def mean(f, micro_batch=0):
     return averaged
 
 
+def gather(mesh, where, part):
+    """On one device: the whole array of which it has a part, as the spec `where` says."""
+    if len(where) == 0:
+        return part
+    (axis,) = mesh.axis_names
+    cut = len(where) - 1  # a spec ends with the axis that is cut
+    return jax.lax.all_gather(part, axis, axis=cut, tiled=True)
+
+
+def average(mesh, where, result):
+    """On one device: the mean over all, whole, or of an array the part that `where` gives to it."""
+    (axis,) = mesh.axis_names
+    if len(where) == 0:
+        return jax.lax.pmean(result, axis)
+    cut = len(where) - 1
+    return jax.lax.psum_scatter(result, axis, scatter_dimension=cut, tiled=True) / mesh.size
+
+
 def in_parts(f, most):
     """f(*trees, tokens) as the mean over equal parts of tokens [B, T+1], of at most `most` rows.
 
@@ -250,15 +256,15 @@ def in_parts(f, most):
 
     def averaged(*args):
         *trees, tokens = args
-        rows = largest_divisor(len(tokens), most)
-        n = len(tokens) // rows  # parts
+        size = largest_divisor(len(tokens), most)
+        n = len(tokens) // size  # parts
         if n == 1:
             return f(*args)
 
         def add(total, part):
             return jax.tree.map(jnp.add, total, f(*trees, part)), None
 
-        parts = tokens.reshape(n, rows, tokens.shape[1])
+        parts = tokens.reshape(n, size, tokens.shape[1])
         result = jax.eval_shape(f, *trees, parts[0])
         zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), result)
         total, _ = jax.lax.scan(add, zero, parts)
@@ -269,7 +275,10 @@ def in_parts(f, most):
 
 def largest_divisor(number, most):
     """The largest number up to `most` that divides `number`."""
-    return max(n for n in range(1, min(number, most) + 1) if number % n == 0)
+    divisor = min(number, most)
+    while number % divisor:
+        divisor -= 1
+    return divisor
 
 
 def jit(f, **options):

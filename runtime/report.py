@@ -128,7 +128,8 @@ def readable(value):
 def describe_reading(run, whole_text):
     """How much a run will read; whole_text: tokens of all windows, None if that is not known."""
     fresh = run.settings.fresh_batches * run.inner_tokens
-    at_most = "at most " if fresh and run.settings.race else ""
+    is_race = getattr(run.settings, "race", False)  # a method of your own may have none
+    at_most = "at most " if fresh and is_race else ""
     if run.config.steps is None:
         tokens = run.step_batches * run.inner_tokens
         return f"each step will read {at_most}{tokens:,} tokens, {fresh:,} of them for line search"

@@ -399,14 +399,20 @@ def test_soap_is_the_transcription_with_the_bases_that_a_gpu_makes(
         signs = (-1.0) ** np.arange(A.shape[-1]) if flipped else np.ones(A.shape[-1])
         return orthogonal.orthonormalize(A) * signs[None, None]
 
-    monkeypatch.setattr(kernels, "capable", lambda: True)
-    monkeypatch.setattr(optimizers, "orthonormalize", make_orthonormal)
+    monkeypatch.setattr(optimizers, "orthonormal_columns", make_orthonormal)
     monkeypatch.setattr(orthogonal, "LEAF", 2)
     rng = np.random.default_rng(0)
     grads = [rng.normal(size=shape) for _ in range(8)]
     steps, first, _ = run_soap(grads)
     expected = transcription(grads, 1, 10_000, first)
     np.testing.assert_allclose(steps, expected, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("on_a_gpu", [False, True])
+def test_gram_schmidt_takes_the_place_of_the_decomposition_on_a_gpu(monkeypatch, on_a_gpu):
+    monkeypatch.setattr(kernels, "INTERPRET", on_a_gpu)
+    program = jax.make_jaxpr(lambda A: optimizers.orthonormal_columns(A))(jnp.ones((2, 3, 3)))
+    assert ("cholesky" in str(program)) == on_a_gpu
 
 
 def test_soap_without_any_side_that_rotates_is_adam(float64):
