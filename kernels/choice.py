@@ -29,6 +29,7 @@ from kernels.cross_entropy import (
 )
 from kernels.heads import queries_keys_values_kernel
 from kernels.mlp import mlp_kernel
+from kernels.orthogonal import orthonormalize
 from runtime import parallel
 
 NAMES = {  # of all kernels, for people
@@ -39,6 +40,7 @@ NAMES = {  # of all kernels, for people
     loss_and_gradient_kernel: "cross-entropy with its gradient",
     quadratic_kernel: "the quadratic objective",
     exact_kernel: "the exact objective",
+    orthonormalize: "SOAP's orthonormal columns",
 }
 
 
@@ -120,6 +122,9 @@ def trials(network):
     yield loss_and_gradient_kernel, partial(loss_and_gradient_kernel, network), (z, y)
     for kernel in (quadratic_kernel, exact_kernel):
         yield kernel, partial(one_and_stacked, kernel), (z, v, streams, y)
+
+    columns = jax.ShapeDtypeStruct((1, network.d_model, network.d_model), dtype)
+    yield orthonormalize, orthonormalize, (columns,)
 
 
 def derivatives(kernel, *x):
