@@ -352,7 +352,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("text/token_files.py", "a draft not cut to what was counted", 'files[side].truncate(2 * counts[f"{side}_tokens"])', "files[side].tell()"),
     ("text/token_files.py", "a document again after an interruption", "skip(chunks, documents_in(counts))", "skip(chunks, max(0, documents_in(counts) - 1))"),
     ("text/token_files.py", "documents lost after an interruption", "            chunk = documents[count:]\n", "            chunk = []\n"),
-    ("text/token_files.py", "one process chooses what is held out", "in shared(hashes, source.chunks(), source.size, workers):", "in shared(hashes, source.chunks(), 0, workers):"),
+    ("text/token_files.py", "one process chooses what is held out", "in shared(hashes, chunks, source.size, workers):", "in shared(hashes, chunks, 0, workers):"),
     ("text/token_files.py", "a damaged token file is read", 'if counts and checksums(path, checksum_once) == counts["sha256"]:', "if counts:"),
     ("text/groups.py", "more files than needed", "if ready and self.tokens_in_windows() >= need:", "if False:"),
     ("text/groups.py", "fewer files than needed", "if ready and self.tokens_in_windows() >= need:", "if ready:"),

@@ -27,6 +27,7 @@ LONGEST = 4 * PIECE  # characters after which the next end of a line, or of PIEC
 CHUNK = 64  # documents in a list
 BLOCK = 2**18  # bytes of a file that are unzipped at a time
 AHEAD = 8  # blocks that wait to be used, so that the thread that unzips has always something to do
+UNZIPPING = ThreadPoolExecutor(1)  # the thread that unzips; it starts when first needed
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # byte order marks; UTF-32 begins like them
 DAMAGE = (gzip.BadGzipFile, EOFError, zlib.error)  # what a damaged .gz file raises
 
@@ -208,14 +209,17 @@ def blocks_of_lines(file):
 
 
 def blocks(file):
-    """The file in blocks of bytes. While one is in use, a thread unzips the next AHEAD."""
-    with ThreadPoolExecutor(1) as thread:
-        ahead = deque()
-        for _ in range(AHEAD):
-            ahead.append(thread.submit(file.read, BLOCK))
-        while block := ahead.popleft().result():
-            ahead.append(thread.submit(file.read, BLOCK))
-            yield block
+    """The file in blocks of bytes. While one is in use, a thread unzips the next AHEAD.
+
+    The thread does not end with the file. To wait for its end would be unsafe: a generator that is
+    dropped before the end of its file may be closed at any moment, such as while a thread starts.
+    """
+    ahead = deque()
+    for _ in range(AHEAD):
+        ahead.append(UNZIPPING.submit(file.read, BLOCK))
+    while block := ahead.popleft().result():
+        ahead.append(UNZIPPING.submit(file.read, BLOCK))
+        yield block
 
 
 # ---- .parquet ------------------------------------------------------------------------------------

@@ -245,8 +245,9 @@ class Holdout:
             return int(HELD_OUT * 2**64).to_bytes(8, "big")
         found = set()
         for source in self.sources:
-            for of_chunk in shared(hashes, source.chunks(), source.size, workers):
-                found |= of_chunk
+            with closing(source.chunks()) as chunks:
+                for of_chunk in shared(hashes, chunks, source.size, workers):
+                    found |= of_chunk
         if len(found) < 2:
             return NONE
         count = max(1, round(HELD_OUT * len(found)))

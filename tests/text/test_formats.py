@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import pickle
+import threading
 
 import pyarrow
 import pyarrow.parquet
@@ -201,3 +202,30 @@ def test_a_wrong_byte_is_found_wherever_blocks_end(tmp_path, monkeypatch, size):
 def test_blank_pieces_are_no_documents(tmp_path):
     (tmp_path / "a.txt").write_text("\n" * 50_000 + "word")
     assert [d.strip() for d in read(tmp_path / "a.txt")] == ["word"]
+
+
+class Stuck(io.BytesIO):
+    """A file whose first block comes at once, and its second when it may."""
+
+    def __init__(self):
+        super().__init__(b"x" * 2 * formats.BLOCK)
+        self.may_go_on = threading.Event()
+
+    def read(self, size):
+        if self.tell():
+            self.may_go_on.wait(60)
+        return super().read(size)
+
+
+def test_a_reader_that_is_dropped_waits_for_no_thread():
+    """Python may drop it while it starts a thread, and whoever waits for a thread then hangs."""
+    file = Stuck()
+    blocks = formats.blocks(file)
+    next(blocks)
+    closing = threading.Thread(target=blocks.close)
+    closing.start()
+    closing.join(10)
+    is_waiting = closing.is_alive()
+    file.may_go_on.set()
+    closing.join()
+    assert not is_waiting
