@@ -1,4 +1,4 @@
-"""Reads run folders into one table, and finds which runs can be compared and which setting is best.
+"""Reads runs into one table, and finds which runs can be compared and which setting is best.
 
     task        what a loss is measured on: the network, the held-out text, the tokenizer, and how
                 many held-out tokens are read. Losses of different tasks are never compared.
@@ -29,6 +29,7 @@ import itertools
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,44 +38,48 @@ import pandas as pd
 
 import baselines
 import gn
-from runtime import checkpoint, files
+from runtime import checkpoint, files, packed
 from train import METHODS, fields_of_all
 
-MEASURED = ["step", "tokens", "val_loss", "alpha"]  # the columns of a log that are read
+# The columns of a log that are read.
+MEASURED = ["step", "tokens", "tokens_line_search", "val_loss", "alpha", "seconds"]
 NETWORK = ["model", "vocab_size", "context", "d_model", "d_ff", "n_layers", "n_heads", "n_kv_heads"]
 NETWORK += ["mlp", "qk_norm"]
 TASK = [*NETWORK, "tokenizer", "held_out", "eval_tokens"]  # or losses cannot be compared
 # Flags that are no part of a setting. The text of a run is there as its hash, "data".
-UNCOUNTED = ["out", "tokens", "eval_every", "save_every", "warmup_fraction", "corpus"]
+UNCOUNTED = ["out", "tokens", "eval_every", "save_every", "micro_batch"]
+UNCOUNTED += ["warmup_fraction", "corpus"]
 SCHEDULES = {*gn.SCHEDULES, *baselines.SCHEDULES}
 
 
-# ---- from folders to a table ---------------------------------------------------------------------
+# ---- from files to a table -----------------------------------------------------------------------
 
 
 def read_runs(paths):
     """The table of all runs: a row for each evaluation of each run, whose columns `read_run` tells.
 
-    Says on standard error which folders are left out and why. Of two equal runs, the later counts.
-    Raises ValueError if a path does not exist, or if there is no run at all.
+    paths: of run folders, of folders that hold some, of files with packed runs. Says on standard
+    error what is left out and why. Of two equal runs, the later counts. Raises ValueError if a path
+    does not exist, or if there is no run at all.
     """
     rowless = []
     unreadable = []
     repeated = []
     logs = {}  # the rows of each run
-    for folder in find_runs(paths):
-        if not has_row(folder):
-            rowless.append(folder)
-            continue
+    for place, unpack in find_runs(paths):
         try:
-            rows = read_run(folder)
+            run = unpack()
+            if not run["rows"]:
+                rowless.append(place)
+                continue
+            rows = read_run(run, place)
         except files.UNREADABLE as error:
-            unreadable.append(f"{folder} ({describe(error)})")
+            unreadable.append(f"{place} ({describe(error)})")
             continue
-        run = rows[0]["run"]
-        if run in logs:
-            repeated.append(logs[run][0]["folder"])
-        logs[run] = rows
+        which = rows[0]["run"]
+        if which in logs:
+            repeated.append(logs[which][0]["folder"])
+        logs[which] = rows
 
     say_left_out(rowless, "run has no row yet", "runs have no row yet")
     say_left_out(unreadable, "run cannot be read", "runs cannot be read")
@@ -83,39 +88,42 @@ def read_runs(paths):
 
 
 def find_runs(paths):
-    """The folders of runs. A folder that is none stands for the runs in it.
+    """The runs of some paths: a list of (where one is, a function that reads it as packed.pack).
 
     What else is no run is left out, and a line says so. Raises ValueError if a path does not exist,
     or if nothing is a run.
     """
-    folders = []
+    runs = []
     others = []
     for path in map(Path, paths):
         if not path.exists():
             raise ValueError(f"{path} does not exist")
-        found = [path]
-        if path.is_dir() and not is_run(path):
-            found = sorted(path.iterdir())
-        found = [folder for folder in found if is_run(folder)]
-        folders += found
+        found = runs_of(path)
+        if path.is_dir() and not found:
+            for member in sorted(path.iterdir()):
+                found += runs_of(member)
+        runs += found
         if not found:
             others.append(path)
-    if not folders:
+    if not runs:
         raise ValueError(f"there is no run in {', '.join(map(str, others))}")
     say_left_out(others, "is no run", "are no runs")
-    return folders
+    return runs
+
+
+def runs_of(path):
+    """The run of a folder, or those packed into a file, as `find_runs` returns them."""
+    if packed.is_packed(path):
+        return [(place, partial(packed.parse, line, place)) for place, line in packed.lines(path)]
+    if is_run(path):
+        return [(str(path), partial(packed.pack, path))]
+    return []
 
 
 def is_run(path):
     """Whether a path is the folder of a run, maybe one that is damaged or has only begun."""
     named = any((path / name).exists() for name in ("config.json", "log.jsonl"))
     return named or checkpoint.is_unborn(path)
-
-
-def has_row(folder):
-    """Whether a run has been evaluated yet."""
-    log = folder / "log.jsonl"
-    return log.exists() and log.stat().st_size > 0
 
 
 def describe(error):
@@ -140,8 +148,10 @@ def say_left_out(names, one, several):
 # ---- one run -------------------------------------------------------------------------------------
 
 
-def read_run(folder):
+def read_run(run, place):
     """The rows of a run, a list of dicts: one for each evaluation.
+
+    run: as packed.pack returns it; place: where it is.
 
     A row holds what was measured there (see MEASURED; NaN for what was not) and every flag except
     `tokens`, as a row's tokens are those read so far. These are added to the flags:
@@ -160,19 +170,21 @@ def read_run(folder):
     task            a text that is equal for runs whose losses can be compared
     group           a text that is equal for runs that differ only in their seed
     run             a text that is equal for runs that do not differ
-    folder          of the run
+    device          that the run was made on, such as "gpu: NVIDIA H200"
+    folder          of the run, or its place in a file with packed runs
 
     Flags that the run's config.json lacks are filled in, as it may be older than they are. Raises
     one of files.UNREADABLE if the run is damaged.
     """
-    log = pd.DataFrame(checkpoint.read_log(folder), columns=MEASURED, dtype=float)
+    log = pd.DataFrame(run["rows"], columns=MEASURED, dtype=float)
     if not log.step.ge(0).all():
         raise ValueError("a row has no step")
-    run = fill_in(checkpoint.read_config(folder)["config"])
-    run |= work_out(run, steps_done=int(log.step.max()))
-    run["folder"] = str(folder)
-    del run["tokens"]
-    return [run | measured for measured in log.to_dict("records")]
+    flags = fill_in(run["config"])
+    flags |= work_out(flags, steps_done=int(log.step.max()))
+    flags["device"] = run["about"].get("device", "-")
+    flags["folder"] = place
+    del flags["tokens"]
+    return [flags | measured for measured in log.to_dict("records")]
 
 
 def fill_in(config):
@@ -353,7 +365,7 @@ def summarize_runs(comparison):
 def summarize_groups(comparison):
     """A table with a row for each group, the best first.
 
-    Its columns are method, title, place, batch, setting, and these:
+    Its columns are method, title, place, batch, device, setting, and these:
 
     label                    see `label_groups`
     diverged, reached        whether a run diverged; whether all come to the target
@@ -373,6 +385,7 @@ def summarize_groups(comparison):
         title=("title", "first"),
         place=("place", "first"),
         batch=("batch", "first"),
+        device=("device", "first"),
         setting=("setting", "first"),
         diverged=("diverged", "any"),
         finished=("finished", "any"),
@@ -429,6 +442,57 @@ def keep_groups(comparison, groups):
         reached_before = reached.groupby(table.run).cumsum() - reached
         table = table[reached_before == 0]
     return table.sort_values(["place", "batch"], kind="stable")
+
+
+# ---- what a step is worth, and what it costs -----------------------------------------------------
+
+
+def find_rivals(groups):
+    """{batch: the best group of AdamW, Muon and SOAP there}; groups: the best come first."""
+    rivals = {}
+    for group in groups.itertuples():
+        is_baseline = METHODS[group.method].module is baselines
+        if is_baseline and group.finished and not group.diverged:
+            rivals.setdefault(group.batch, group)
+    return rivals
+
+
+def count_steps_to(comparison, group, rival):
+    """The steps of each run of a group to the last loss of the rival at the same seed, a list.
+
+    It is NaN for a run that does not come there, or whose seed the rival does not have.
+    """
+    goals = {}
+    for rows in rows_of_runs(comparison, rival):
+        goals[rows.seed.iloc[0]] = rows.val_loss.iloc[-1]
+    steps = []
+    for rows in rows_of_runs(comparison, group):
+        goal = goals.get(rows.seed.iloc[0], np.nan)
+        steps.append(rows.step[rows.val_loss <= goal].min())
+    return steps
+
+
+def measure_cost(comparison, group):
+    """What an outer step of a group costs, a dict; NaN where the logs do not tell.
+
+    seconds         the median; without the first two steps, which compile the program
+    tokens          read in a step, a mean
+    of_line_search  the share of them that the line search read
+    """
+    rows = pd.concat(rows_of_runs(comparison, group))
+    changes = rows.groupby("run")[["step", "tokens", "tokens_line_search"]].diff()
+    seconds = rows.seconds / changes.step
+    total = changes.sum(min_count=1)
+    return {
+        "seconds": seconds[rows.step > 2].median(),
+        "tokens": total.tokens / total.step,
+        "of_line_search": total.tokens_line_search / total.tokens,
+    }
+
+
+def rows_of_runs(comparison, group):
+    """The rows of each run of a group that counts, a list of tables, by seed."""
+    return [comparison.table[comparison.table.run == run] for run in group.runs]
 
 
 # ---- the names of settings -----------------------------------------------------------------------

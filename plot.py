@@ -1,4 +1,4 @@
-"""Draws the paper's figures from run folders: `python plot.py runs/*` writes into figures/.
+"""Draws the paper's figures from runs: `python plot.py runs/*` writes into figures/.
 
 Each figure is written as PNG and as SVG, if there are runs for it:
 
@@ -13,7 +13,9 @@ Each figure is written as PNG and as SVG, if there are runs for it:
 The tables are printed, and written as tables.md: see tables.py. comparison.py reads the runs, and
 tells which of them can be compared and which setting is the best. Which runs are shown:
 
-- A folder of run folders, such as a grid's, stands for the runs in it.
+- A folder of run folders, such as a grid's, stands for the runs in it. So does a file of packed
+  runs (experiments.py). `python plot.py results/*` also makes anew what the pages of this project
+  show of such files (pages.py).
 - A run that has no row yet or is damaged, and what is no run, is left out, and a line says so.
 - Runs with different networks, texts, tokenizers or evaluations have figures of their own, in a
   folder for each task, such as figures/45m-c4-gpt2. Where all runs have one task, there is none.
@@ -47,6 +49,7 @@ from scipy.optimize import isotonic_regression
 import baselines
 import comparison
 import gn
+import pages
 from runtime import files, flags
 from runtime.command import blaming_input, command, say
 from tables import format_count, format_number, tabulate
@@ -548,7 +551,7 @@ def draw(at_tokens, to_targets):
 # ---- the command line ----------------------------------------------------------------------------
 
 
-ABOUT = "Draws the paper's figures from run folders: python plot.py runs/* writes into figures/"
+ABOUT = "Draws the paper's figures from runs: python plot.py runs/* writes into figures/"
 
 
 def parse(argv):
@@ -557,7 +560,7 @@ def parse(argv):
     parser = flags.Parser(usage=usage, description=ABOUT)
     out_help = "folder of the figures and tables [default figures]"
     target_help = "a loss to count the steps to, also of runs without --target-loss"
-    parser.add_argument("runs", nargs="+", help="folders of runs")
+    parser.add_argument("runs", nargs="+", help="folders of runs, or files of packed runs")
     parser.add_argument("--out", type=Path, default="figures", help=out_help)
     parser.add_argument("--target", type=float, help=target_help)
     options = parser.parse_args(argv)
@@ -588,23 +591,70 @@ def draw_task(name, table, target, folder):
     to_targets = comparison.compare_to_targets(table, target)
     chosen = comparison.choose_tokens(at_tokens)
     describe_choice(table, at_tokens, chosen, target)
-    tables = f"# {name}\n\n{tabulate([*to_targets, *at_tokens])}"
+    tables = write_tables(name, tabulate([*to_targets, *at_tokens]))
     print(tables)
     save(draw(chosen, to_targets), tables, folder)
+
+
+def write_tables(name, tables):
+    """The tables of a task, {title: table}, as a page."""
+    parts = [f"# {name}\n"]
+    for title, table in tables.items():
+        parts.append(f"## {title}\n\n{table}")
+    return "\n".join(parts)
 
 
 def save(figures, tables, folder):
     """Writes the tables, and each figure as PNG and as SVG, and prints the paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "tables.md"
-    files.write_file(path, lambda file: file.write(tables.encode()))
-    print(path)
+    write_text(folder / "tables.md", tables)
     for name, figure in figures.items():
         for kind in ("png", "svg"):
-            path = folder / f"{name}.{kind}"
-            metadata = {"Date": None}  # equal runs give equal files
-            files.write_file(path, partial(figure.savefig, format=kind, metadata=metadata))
-            print(path)
+            write_picture(folder / f"{name}.{kind}", figure)
+
+
+def write_text(path, text):
+    """Writes a file, and prints its path."""
+    files.write_file(path, lambda file: file.write(text.encode()))
+    print(path)
+
+
+def write_picture(path, figure):
+    """Writes a figure in the format that the path ends in, and prints the path."""
+    metadata = {"Date": None}  # equal runs give equal files
+    form = path.suffix.removeprefix(".")
+    files.write_file(path, partial(figure.savefig, format=form, metadata=metadata))
+    print(path)
+
+
+# ---- the pages of this project -------------------------------------------------------------------
+
+
+def renew_pages(paths):
+    """Makes anew what the pages show of the files of packed runs among some paths: see pages.py."""
+    asked = {Path(path).resolve() for path in paths}
+    tables = {}
+    figures = {}
+    for file in pages.shown_files():
+        if (pages.ROOT / file).resolve() in asked:
+            tables[file], figures[file] = make_from(pages.ROOT / file)
+    for page in pages.all_pages():
+        before = page.read_text(encoding="utf-8")
+        text = pages.renew(before, tables)
+        if text != before:
+            write_text(page, text)
+        for mark in pages.find_marks(text):
+            if mark.picture and mark.file in figures:
+                write_picture(page.parent / mark.picture, pages.find(figures, mark))
+
+
+def make_from(file):
+    """The tables and the figures of one file of packed runs: {title: table}, {name: Figure}."""
+    table = comparison.read_runs([file])
+    at_tokens = comparison.compare_at_tokens(table)
+    to_targets = comparison.compare_to_targets(table)
+    figures = draw(comparison.choose_tokens(at_tokens), to_targets)
+    return tabulate([*to_targets, *at_tokens]), figures
 
 
 @command
@@ -625,6 +675,8 @@ def main(words):
     for name, rows in tasks.items():
         folder = options.out / name if len(tasks) > 1 else options.out
         draw_task(name, rows, options.target, folder)
+    with blaming_input():
+        renew_pages(options.runs)
 
 
 if __name__ == "__main__":

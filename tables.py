@@ -1,43 +1,50 @@
 """The tables of a task's runs, in Markdown that can also be read as it is.
 
     Steps to loss 3.25       of the best settings, and their ratio to Gauss-Newton's (Section 6.1.1)
-    Losses after 3b tokens   final losses of the best settings (Section 6.1.2)
+    Losses after 3b tokens   final losses of the best settings (Section 6.1.2), and their steps to
+                             the last loss of the best baseline at the same batch and seed
+    Costs of a step ..       of the runs of that table
     Settings of AdamW ..     all settings that were tried, the best first (Appendix H), where a
                              batch has several
 
 A setting is named by the flags in which the runs of its method differ; "-" names the only one. Its
-loss is the mean over seeds. comparison.py tells which runs are compared, and which setting of a
-method and batch is the best.
+loss is the mean over seeds. What is the same in all lines of a table is in its title or nowhere.
+comparison.py tells which runs are compared, and which setting of a method and batch is the best.
 """
 
-from comparison import summarize_groups
+import numpy as np
 
-IN_WORDS = {"method", "setting"}  # columns whose cells start at the left
+from comparison import count_steps_to, find_rivals, measure_cost, summarize_groups
+
+IN_WORDS = {"method", "setting", "device"}  # columns whose cells start at the left
 NOTHING = "-"
 
 
 def tabulate(comparisons):
-    """The tables of some Comparisons, a text in Markdown."""
-    tables = []
+    """The tables of some Comparisons in Markdown: {title: table}."""
+    tables = {}
     for comparison in comparisons:
         groups = summarize_groups(comparison)
         best = groups.drop_duplicates(["method", "batch"])
         best = best.sort_values(["place", "batch"], kind="stable")
-        tables.append(tabulate_best(best, comparison))
+        tables |= tabulate_best(best, comparison, find_rivals(groups))
+        if comparison.target is None:
+            tables |= tabulate_costs(best, comparison)
         for _, of_method in groups.groupby("place"):
             if of_method.batch.duplicated().any():
-                tables.append(tabulate_settings(of_method, comparison))
-    return "\n".join(tables)
+                tables |= tabulate_settings(of_method, comparison)
+    return tables
 
 
-def tabulate_best(best, comparison):
-    """The table of the best settings; best: rows of `summarize_groups`."""
+def tabulate_best(best, comparison, rivals):
+    """The table of the best settings; best: rows of `summarize_groups`; rivals: `find_rivals`."""
     reference = find_reference(best)
     lines = []
     for group in best.itertuples():
         line = {"method": group.title, "batch": format_count(group.batch), "setting": group.label}
         if comparison.target is None:
             line |= describe_loss(group)
+            line |= describe_steps_to_rival(group, comparison, rivals)
             line["outer steps"] = format_number(group.step)
             line["tokens read"] = format_count(group.tokens)
         else:
@@ -45,7 +52,23 @@ def tabulate_best(best, comparison):
             line["steps / GN's"] = format_number(group.steps_to_target / reference)
         lines.append(line)
     asked = "Losses" if comparison.target is None else "Steps"
-    return format_table(f"{asked} {describe_question(comparison)}", lines)
+    return title_table(f"{asked} {describe_question(comparison)}", lines)
+
+
+def tabulate_costs(best, comparison):
+    """The table of what a step costs; it is left out if no log tells the seconds."""
+    lines = []
+    for group in best.itertuples():
+        cost = measure_cost(comparison, group)
+        line = {"method": group.title, "batch": format_count(group.batch)}
+        line["seconds"] = format_digits(cost["seconds"])
+        line["tokens read"] = format_count(cost["tokens"])
+        line["by line search"] = format_share(cost["of_line_search"])
+        line["device"] = group.device
+        lines.append(line)
+    if all(line["seconds"] == NOTHING for line in lines):
+        return {}
+    return title_table(f"Costs of a step, {describe_question(comparison)}", lines)
 
 
 def tabulate_settings(groups, comparison):
@@ -57,7 +80,24 @@ def tabulate_settings(groups, comparison):
             line |= describe_steps(group)
         lines.append(line | describe_loss(group))
     title = groups.title.iloc[0]
-    return format_table(f"Settings of {title} {describe_question(comparison)}", lines)
+    return title_table(f"Settings of {title} {describe_question(comparison)}", lines)
+
+
+def title_table(title, lines):
+    """{title: table}, without the columns that say nothing."""
+    batches = {line["batch"] for line in lines}
+    if len(batches) == 1:
+        title += f", batch {batches.pop()}"
+        lines = drop(lines, "batch")
+    for name in ("setting", "lowest", "highest"):
+        if all(line.get(name) == NOTHING for line in lines):
+            lines = drop(lines, name)
+    return {title: format_table(lines)}
+
+
+def drop(lines, name):
+    """Lines without a column."""
+    return [{other: cell for other, cell in line.items() if other != name} for line in lines]
 
 
 def describe_question(comparison):
@@ -88,6 +128,30 @@ def describe_loss(group):
         if not group.finished:
             cells["loss"] += f" at step {group.step:.0f}, unfinished"
     return cells | {"seeds": str(len(group.runs))}
+
+
+def describe_steps_to_rival(group, comparison, rivals):
+    """Cells on the steps of a group to the last loss of the best baseline at its batch.
+
+    rivals: {batch: the best baseline}. No cells if there is none at all.
+    """
+    if not rivals:
+        return {}
+    titles = {rival.title for rival in rivals.values()}
+    name = titles.pop() if len(titles) == 1 else "the best baseline"
+    column = f"steps to {name}'s loss"
+    cells = {column: NOTHING, "times fewer": NOTHING}
+    rival = rivals.get(group.batch)
+    if rival is None or group.diverged or not group.finished:
+        return cells
+    steps = count_steps_to(comparison, group, rival)
+    steps = count_steps_to(comparison, group, rival)
+    steps_of_rival = count_steps_to(comparison, rival, rival)
+    cells[column] = ", ".join(map(format_number, steps))
+    if np.isnan(steps).all():
+        cells[column] = "not reached"
+    cells["times fewer"] = format_number(np.mean(steps_of_rival) / np.mean(steps))
+    return cells
 
 
 def describe_steps(group):
@@ -129,11 +193,21 @@ def format_count(number, position=None):
     return f"{number:.3g}"
 
 
+def format_digits(number):
+    """A number with three digits; "-" for one that is missing."""
+    return NOTHING if number != number else f"{number:.3g}"
+
+
+def format_share(number):
+    """A share in percent; "-" for one that is missing."""
+    return NOTHING if number != number else f"{100 * number:.0f}%"
+
+
 # ---- Markdown ------------------------------------------------------------------------------------
 
 
-def format_table(title, lines):
-    """A table in Markdown under its title; lines: dicts of texts, {column: cell}."""
+def format_table(lines):
+    """A table in Markdown; lines: dicts of texts, {column: cell}."""
     rows = [[*lines[0]]] + [[*line.values()] for line in lines]
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     is_words = [name in IN_WORDS for name in lines[0]]
@@ -148,4 +222,4 @@ def format_table(title, lines):
     for width, left in zip(widths, is_words, strict=True):
         rule.append("-" * width if left else "-" * (width - 1) + ":")
     header, *body = rows
-    return "\n".join([f"## {title}", "", *map(format_row, [header, rule, *body]), ""])
+    return "\n".join(map(format_row, [header, rule, *body])) + "\n"

@@ -32,7 +32,9 @@ from runtime.command import BadInput
 
 ROOT = Path(__file__).resolve().parents[1]  # of the project
 ROOMS = ("", "kernels", "text", "runtime")  # folders of the code that a run uses
-SHOWING = {"bench", "plot", "report", "sample", "tutorial"}  # files that decide nothing in a run
+# Files that decide nothing in a run.
+SHOWING = {"bench", "comparison", "experiments", "packed", "pages", "plot", "report", "sample"}
+SHOWING |= {"tables", "tutorial"}
 
 
 # ---- arrays ----

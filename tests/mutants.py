@@ -671,9 +671,9 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("comparison.py", "losses on other texts are compared", '"tokenizer", "held_out", "eval_tokens"]', '"tokenizer", "eval_tokens"]'),
     ("comparison.py", "the longest run is shown, not what most methods have", "return methods, comparison.tokens\n", "return comparison.tokens, methods\n"),
     ("comparison.py", "one damaged run ends it", "        except files.UNREADABLE as error:\n", "        except RecursionError as error:\n"),
-    ("comparison.py", "a run without a row ends it", "        if not has_row(folder):\n", "        if False:\n"),
-    ("comparison.py", "a folder of runs is none", "            found = sorted(path.iterdir())\n", "            pass\n"),
-    ("comparison.py", "a run counts twice", "        logs[run] = rows\n", "        logs[folder] = rows\n"),
+    ("comparison.py", "a run without a row ends it", "            if not run[\"rows\"]:\n", "            if False:\n"),
+    ("comparison.py", "a folder of runs is none", "                found += runs_of(member)\n", "                pass\n"),
+    ("comparison.py", "a run counts twice", "        logs[which] = rows\n", "        logs[place] = rows\n"),
     ("comparison.py", "an older run lacks a newer flag's default", "run = defaults | config\n", "run = dict(config)\n"),
     ("comparison.py", "batches that round make lengths of their own", "        return float(tokens)  # the steps", "        return float(steps * batch)  # the steps"),
     # tables.py

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from logs import Run
@@ -19,6 +20,7 @@ from comparison import (
     read_runs,
     summarize_groups,
 )
+from runtime import packed
 
 
 def read(*runs):
@@ -186,7 +188,8 @@ def test_a_task_is_one_network_text_tokenizer_and_evaluation(tmp_path):
 def test_a_group_is_equal_but_for_the_seed_and_for_what_changes_no_run(tmp_path):
     runs = [Run(tmp_path), Run(tmp_path, seed=1), Run(tmp_path, seed=2, eval_every=3)]
     runs += [Run(tmp_path, seed=3, save_every=1.0, out="else")]
-    assert read(*runs).group.nunique() == 1 and read(*runs).run.nunique() == 4
+    runs += [Run(tmp_path, seed=4, micro_batch=2)]
+    assert read(*runs).group.nunique() == 1 and read(*runs).run.nunique() == 5
     for changed in ({"lr": 0.4}, {"batch": 8192}, {"steps": 9}, {"target_loss": 2.0}):
         other = Run(tmp_path, **changed)
         assert read(*runs, other).group.nunique() == 2
@@ -220,6 +223,39 @@ def test_a_run_that_is_there_twice_counts_once(tmp_path, capsys):
     table = read(*runs)
     assert {*table.folder} == {runs[0].folder, runs[2].folder}
     assert capsys.readouterr().err == f"1 run is there again, later: {runs[1].folder}\n"
+
+
+def test_packed_runs_are_read_as_their_folders_are(tmp_path):
+    """All but where they are; a path says nothing of a text. A damaged line is left out."""
+    home = tmp_path / "runs"
+    home.mkdir()
+    runs = [Run(home), Run(home, "muon", data="/some/where/stdlib"), Run(home, "soap").diverge()]
+    file = tmp_path / "kept" / "all.jsonl"
+    packed.add(file, [packed.pack(run.folder) for run in runs[:2]])
+    packed.add(file, [packed.pack(runs[2].folder)])
+    expected = read(*runs).drop(columns=["folder", "data"])
+    for path in (file, file.parent):
+        table = read_runs([path])
+        assert [*table.folder.unique()] == [f"{file}:{number}" for number in (1, 2, 3)]
+        assert {*table.data} == {"stdlib"}
+        pd.testing.assert_frame_equal(table.drop(columns=["folder", "data"]), expected)
+
+
+def test_a_damaged_line_of_packed_runs_is_left_out(tmp_path, capsys):
+    runs = [Run(tmp_path), Run(tmp_path, "muon"), Run(tmp_path, "soap").cut(0)]
+    file = tmp_path / "all.jsonl"
+    packed.add(file, [packed.pack(run.folder) for run in runs])
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([lines[0], lines[1][:-9], lines[2], "[]"]))
+    assert {*read_runs([file]).method} == {"gn"}
+    assert capsys.readouterr().err.splitlines() == [
+        f"1 run has no row yet: {file}:3",
+        f"2 runs cannot be read: {file}:2 ({file}:2 is no packed run), "
+        f"{file}:4 ({file}:4 is no packed run)",
+    ]
+    with pytest.raises(ValueError, match="all.jsonl:2 is no packed run"):
+        packed.add(file, [])
+    assert file.read_text().splitlines()[0] == lines[0]  # what is there is not lost
 
 
 def test_new_metrics_in_a_log_change_nothing(tmp_path):

@@ -10,8 +10,8 @@ from comparison import compare_at_tokens, compare_to_targets, read_runs
 def read_tables(comparisons):
     """{title: lines}, each line a dict {column: cell}, of the Markdown of some Comparisons."""
     found = {}
-    for text in tables.tabulate(comparisons).split("## ")[1:]:
-        title, header, rule, *rows = [line for line in text.splitlines() if line]
+    for title, text in tables.tabulate(comparisons).items():
+        header, rule, *rows = text.splitlines()
         assert len({len(line) for line in (header, rule, *rows)}) == 1  # columns are aligned
         assert set(rule) <= set("|-: ")
         columns = split_cells(header)
@@ -44,7 +44,7 @@ def test_iteration_complexity_is_the_papers_ratio_to_gauss_newton(tmp_path):
     table = read_runs([run.folder for run in (*runs, worse, second)])
     found = read_tables(compare_to_targets(table))
 
-    assert [*found] == ["Steps to loss 3", "Settings of Gauss-Newton to loss 3"]
+    assert [*found] == ["Steps to loss 3", "Settings of Gauss-Newton to loss 3, batch 8.19k"]
     lines = found["Steps to loss 3"]
     assert [line["method"] for line in lines] == ["Gauss-Newton", "layerwise GN", "AdamW", "SOAP"]
     assert [line["steps / GN's"] for line in lines] == ["1", "1.44", "-", "5.42"]
@@ -53,7 +53,7 @@ def test_iteration_complexity_is_the_papers_ratio_to_gauss_newton(tmp_path):
     assert [line["setting"] for line in lines] == ["lr 0.1", "-", "-", "-"]
     assert [line["tokens read"] for line in lines] == ["271k", "391k", "-", "1.46m"]
     assert [line["batch"] for line in lines] == ["8.19k", "4.1k", "2.05k", "8.19k"]
-    settings = found["Settings of Gauss-Newton to loss 3"]
+    settings = found["Settings of Gauss-Newton to loss 3, batch 8.19k"]
     assert [line["setting"] for line in settings] == ["lr 0.1", "lr 0.2"]
     assert [line["steps"] for line in settings] == ["54", "60"]
 
@@ -71,7 +71,7 @@ def test_a_run_that_ends_before_its_target_has_not_reached_it(tmp_path):
     runs = [Run(tmp_path, speed=0.5, target_loss=2.5, seed=seed) for seed in (0, 1)]
     runs += [Run(tmp_path, "muon", speed=0.9, target_loss=2.5, seed=seed) for seed in (0, 30)]
     table = read_runs([run.folder for run in runs])
-    lines = read_tables(compare_to_targets(table))["Steps to loss 2.5"]
+    lines = read_tables(compare_to_targets(table))["Steps to loss 2.5, batch 4.1k"]
     assert [line["steps"] for line in lines] == ["not reached", "not reached"]
     assert [line["of each seed"] for line in lines] == ["-, -", "7, -"]
     assert [line["steps / GN's"] for line in lines] == ["-", "-"]
@@ -82,23 +82,69 @@ def test_final_losses_have_the_mean_and_the_extremes_over_seeds(tmp_path):
     runs += [Run(tmp_path, "adamw").diverge(), Run(tmp_path, "soap").cut(4)]
     table = read_runs([run.folder for run in runs])
     found = read_tables(compare_at_tokens(table))
-    assert [*found] == ["Losses after 32.8k tokens"]
-    gn, adamw, muon, soap = found["Losses after 32.8k tokens"]
+    assert [*found] == ["Losses after 32.8k tokens, batch 4.1k"]
+    gn, adamw, muon, soap = found["Losses after 32.8k tokens, batch 4.1k"]
     first, second = (run.losses[-1] for run in runs[:2])
     assert gn == {
         "method": "Gauss-Newton",
-        "batch": "4.1k",
-        "setting": "-",
         "loss": f"{(first + second) / 2:.4f}",
         "lowest": f"{first:.4f}",
         "highest": f"{second:.4f}",
         "seeds": "2",
+        "steps to Muon's loss": "8, -",
+        "times fewer": "-",
         "outer steps": "8",
         "tokens read": "33.8k",
     }
     assert [muon["loss"], muon["lowest"]] == [f"{first:.4f}", "-"]
     assert [adamw["loss"], adamw["lowest"]] == ["diverged", "-"]
     assert soap["loss"] == f"{runs[-1].losses[-1]:.4f} at step 3, unfinished"
+
+
+def test_steps_are_counted_to_the_best_baseline_of_the_same_batch_and_seed(tmp_path):
+    """Its last loss is 2 + 3 / 9^0.5 + seed / 100; with a speed of 0.7, Gauss-Newton is there when
+    (1 + t)^0.7 is above 3, at step 4. Each seed has a goal of its own."""
+    runs = []
+    for seed in (0, 1):
+        runs.append(Run(tmp_path, "soap", 4096, speed=0.5, seed=seed))
+        runs.append(Run(tmp_path, "adamw", 4096, speed=0.4, seed=seed))
+        runs.append(Run(tmp_path, "gn", 4096, speed=0.7, seed=seed))
+    runs.append(Run(tmp_path, "muon", 8192, speed=0.4))
+    runs.append(Run(tmp_path, "gn", 8192, speed=0.8))
+    runs.append(Run(tmp_path, "gn", 2048, speed=0.8))
+    table = read_runs([run.folder for run in runs])
+    column = "steps to the best baseline's loss"
+    found = {}
+    for line in read_tables(compare_at_tokens(table))["Losses after 32.8k tokens"]:
+        found[line["method"], line["batch"]] = (line[column], line["times fewer"])
+    assert found == {
+        ("Gauss-Newton", "2.05k"): ("-", "-"),
+        ("Gauss-Newton", "4.1k"): ("4, 4", "2"),
+        ("SOAP", "4.1k"): ("8, 8", "1"),
+        ("AdamW", "4.1k"): ("not reached", "-"),
+        ("Gauss-Newton", "8.19k"): ("2", "2"),
+        ("Muon", "8.19k"): ("4", "1"),
+    }
+
+
+def test_costs_are_of_one_step_once_the_program_is_compiled(tmp_path):
+    """The median of seconds; of each row, the steps since the row before."""
+    run = Run(tmp_path, steps=8, every=2)
+    rows = []
+    for row, seconds in zip(run.rows(), (9, 9, 4, 6, 14), strict=True):
+        searched = 1024 * row["step"]
+        more = {"seconds": seconds, "tokens_line_search": searched}
+        rows.append(row | more | {"tokens": row["tokens"] + searched})
+    run.write(rows)
+    title = "Costs of a step, after 32.8k tokens, batch 4.1k"
+    (line,) = read_tables(compare_at_tokens(read_runs([run.folder])))[title]
+    assert line == {
+        "method": "Gauss-Newton",
+        "seconds": "3",
+        "tokens read": "5.12k",
+        "by line search": "20%",
+        "device": "-",
+    }
 
 
 def test_a_grid_has_all_settings_of_each_batch_the_best_first(tmp_path):

@@ -1,0 +1,114 @@
+"""What the pages show of results is what their logs give."""
+
+from pathlib import Path
+
+import pytest
+from logs import Run
+from matplotlib.testing.compare import compare_images
+
+import pages
+import plot
+from runtime import packed
+
+TITLE = "Losses after 32.8k tokens, batch 4.1k"
+PAGE = f"""# A page
+
+<!-- results/one.jsonl: {TITLE} -->
+
+| old | table |
+| --- | --- |
+| 1 | 2 |
+
+A sentence | with a bar.
+<!-- results/two.jsonl: {TITLE} -->
+
+<!-- results/one.jsonl: figure loss -->
+![some losses](pictures/loss.png) and words.
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A project of one page, and results in two files."""
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    Path("pictures").mkdir()
+    for name, speed in (("one", 0.5), ("two", 0.6)):
+        runs = [Run(Path("runs"), method, speed=speed) for method in ("gn", "muon")]
+        packed.add(f"results/{name}.jsonl", [packed.pack(run.folder) for run in runs])
+    Path("README.md").write_text(PAGE)
+
+
+def test_tables_and_figures_of_the_given_results_are_made_anew(project, capsys):
+    """What stands around them, and those of other results, stay as they are."""
+    assert plot.main(["results/one.jsonl", "--out", "f"]) == 0
+    written = [Path.cwd() / name for name in ("README.md", "pictures/loss.png")]
+    assert capsys.readouterr().out.splitlines()[-2:] == [*map(str, written)]
+    table = plot.make_from("results/one.jsonl")[0][TITLE]
+    assert "Gauss-Newton" in table
+    old = "| old | table |\n| --- | --- |\n| 1 | 2 |\n"
+    assert Path("README.md").read_text() == PAGE.replace(old, table)
+    assert compare_images("f/loss.png", "pictures/loss.png", tol=0) is None
+
+    assert plot.main([str(path) for path in Path("results").iterdir()]) == 0
+    other = plot.make_from("results/two.jsonl")[0][TITLE]
+    mark = f"<!-- results/two.jsonl: {TITLE} -->\n\n"
+    assert other != table
+    assert Path("README.md").read_text() == PAGE.replace(old, table).replace(mark, mark + other)
+
+
+def test_runs_in_folders_change_no_page(project):
+    assert plot.main(["runs"]) == 0
+    assert Path("README.md").read_text() == PAGE and not [*Path("pictures").iterdir()]
+
+
+@pytest.mark.parametrize(
+    "page, says",
+    [
+        (
+            "<!-- results/one.jsonl: Lossless -->\n",
+            "results/one.jsonl gives no 'Lossless'",
+        ),
+        (
+            "<!-- results/one.jsonl: figure x -->\n![](x.png)\n",
+            "gives no 'figure x'; it",
+        ),
+        (
+            "<!-- results/one.jsonl: figure loss -->\n\nwords\n",
+            "no picture follows the mark",
+        ),
+    ],
+)
+def test_a_mark_that_names_nothing_is_said(project, capsys, page, says):
+    Path("README.md").write_text(page)
+    assert plot.main(["results/one.jsonl"]) == 2
+    assert says in capsys.readouterr().err
+    assert Path("README.md").read_text() == page
+
+
+# ---- the pages of this project -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def made():
+    """{file: its tables and figures} of the files that the pages show."""
+    return {file: plot.make_from(pages.ROOT / file) for file in pages.shown_files()}
+
+
+@pytest.mark.parametrize("page", pages.all_pages(), ids=lambda page: page.name)
+def test_the_tables_of_a_page_are_those_of_the_logs(page, made):
+    """Where one is not, `python plot.py results/*` writes it anew."""
+    text = page.read_text(encoding="utf-8")
+    assert pages.renew(text, {file: tables for file, (tables, _) in made.items()}) == text
+
+
+@pytest.mark.parametrize("page", pages.all_pages(), ids=lambda page: page.name)
+def test_the_pictures_of_a_page_are_those_of_the_logs(page, made, tmp_path):
+    """But for a few pixels of another version of matplotlib or of its fonts."""
+    figures = {file: figures for file, (_, figures) in made.items()}
+    for mark in pages.find_marks(page.read_text(encoding="utf-8")):
+        if mark.picture:
+            plot.write_picture(tmp_path / "now.png", pages.find(figures, mark))
+            shown = page.parent / mark.picture
+            assert compare_images(str(shown), str(tmp_path / "now.png"), tol=5) is None
