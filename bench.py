@@ -36,12 +36,12 @@ from train import METHODS
 class Config:
     """What is measured."""
 
-    model: str = "tiny"  # tiny | 45m | 150m: the preset of the network
+    model: str = "tiny"  # tiny | 5m | 45m | 150m: the preset of the network
     rows: str = ""  # only rows whose name holds one of these words, between commas; default all
     inner_batch: int = 0  # sequences in an inner batch; default 8 for tiny, else 32
     inner_steps: int = 8  # inner batches in the outer steps
     dtype: str = ""  # float32 | bfloat16; default: what suits the devices
-    vocab_size: int = 0  # ids; default 256 for tiny, else 32000
+    vocab_size: int = 0  # ids; default: those of the preset
     repeat: int = 10  # repetitions
     json: str = ""  # file for the same numbers as data
 
@@ -99,8 +99,9 @@ def set_up(config):
     config.check()
     is_tiny = config.model == "tiny"
     dtype = config.dtype or choice.default_dtype()
-    vocab_size = config.vocab_size or (256 if is_tiny else 32_000)
-    network = replace(model.PRESETS[config.model], vocab_size=vocab_size, dtype=dtype)
+    preset = model.PRESETS[config.model]
+    vocab_size = config.vocab_size or preset.vocab_size
+    network = replace(preset, vocab_size=vocab_size, dtype=dtype)
     network.check()
 
     size = config.inner_batch or (8 if is_tiny else 32)

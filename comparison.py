@@ -42,7 +42,7 @@ from runtime import checkpoint, files, packed
 from train import METHODS, fields_of_all
 
 # The columns of a log that are read.
-MEASURED = ["step", "tokens", "tokens_line_search", "val_loss", "alpha", "seconds"]
+MEASURED = ["step", "tokens", "tokens_line_search", "val_loss", "alpha", "seconds", "joules"]
 NETWORK = ["model", "vocab_size", "context", "d_model", "d_ff", "n_layers", "n_heads", "n_kv_heads"]
 NETWORK += ["mlp", "qk_norm"]
 TASK = [*NETWORK, "tokenizer", "held_out", "eval_tokens"]  # or losses cannot be compared
@@ -88,10 +88,10 @@ def read_runs(paths):
 
 
 def find_runs(paths):
-    """The runs of some paths: a list of (where one is, a function that reads it as packed.pack).
+    """The runs of some paths, a list of (place, read); read() returns the run as packed.pack does.
 
-    What else is no run is left out, and a line says so. Raises ValueError if a path does not exist,
-    or if nothing is a run.
+    A path that holds no run is named on standard error. Raises ValueError if a path does not exist,
+    or if there is no run at all.
     """
     runs = []
     others = []
@@ -232,7 +232,6 @@ def check_number(name, value):
 def work_out(run, steps_done):
     """What follows from the flags of a run: see `read_run`."""
     inner_tokens = run["inner_batch"] * run["context"]
-    corpus = run.get("corpus", run["data"])
     worked_out = {
         "title": METHODS[run["method"]].title,
         "place": list(METHODS).index(run["method"]),
@@ -243,18 +242,24 @@ def work_out(run, steps_done):
         "has_inner_loop": "inner" in run,
         "length": find_length(run),
         "text": Path(run["data"]).name,
-        "held_out": corpus["val"] if isinstance(corpus, dict) else corpus,
+        "held_out": held_out_of(run),
     }
 
     task = [(run | worked_out).get(name) for name in TASK]
     # Neither the name of the text nor that of the folder matters, if the text is the same.
     setting = {name: value for name, value in run.items() if name not in UNCOUNTED}
-    setting["data"] = files.digest(corpus)[:6]
+    setting["data"] = files.digest(run.get("corpus", run["data"]))[:6]
     worked_out["setting"] = setting
     worked_out["task"] = files.digest(task)
     worked_out["group"] = files.digest(sorted((setting | {"seed": None}).items()))
     worked_out["run"] = files.digest(sorted(setting.items()))
     return worked_out
+
+
+def held_out_of(config):
+    """What names the text that the evaluations of a run read; config: its flags."""
+    corpus = config.get("corpus", config["data"])
+    return corpus["val"] if isinstance(corpus, dict) else corpus
 
 
 def find_length(run):
@@ -458,33 +463,40 @@ def find_rivals(groups):
 
 
 def count_steps_to(comparison, group, rival):
-    """The steps of each run of a group to the last loss of the rival at the same seed, a list.
+    """{seed: steps of the group's run to the last loss of the rival's run with the same seed}.
 
-    It is NaN for a run that does not come there, or whose seed the rival does not have.
+    NaN for a run that does not come there. Seeds that one of the two lacks are left out.
     """
     goals = {}
     for rows in rows_of_runs(comparison, rival):
         goals[rows.seed.iloc[0]] = rows.val_loss.iloc[-1]
-    steps = []
+    steps = {}
     for rows in rows_of_runs(comparison, group):
-        goal = goals.get(rows.seed.iloc[0], np.nan)
-        steps.append(rows.step[rows.val_loss <= goal].min())
+        seed = rows.seed.iloc[0]
+        if seed in goals:
+            steps[seed] = rows.step[rows.val_loss <= goals[seed]].min()
     return steps
 
 
 def measure_cost(comparison, group):
     """What an outer step of a group costs, a dict; NaN where the logs do not tell.
 
-    seconds         the median; without the first two steps, which compile the program
+    seconds         the median over the rows of its runs; a row after a resumption tells less than
+                    its steps took
+    joules          of the GPUs, likewise
     tokens          read in a step, a mean
     of_line_search  the share of them that the line search read
+
+    The first step of a run is left out of the first two, as it compiles the program.
     """
     rows = pd.concat(rows_of_runs(comparison, group))
+    rows = rows[np.isfinite(rows.val_loss)]  # the last row of a run that diverged counts nothing
     changes = rows.groupby("run")[["step", "tokens", "tokens_line_search"]].diff()
-    seconds = rows.seconds / changes.step
+    is_warm = rows.step - changes.step >= 1
     total = changes.sum(min_count=1)
     return {
-        "seconds": seconds[rows.step > 2].median(),
+        "seconds": (rows.seconds / changes.step)[is_warm].median(),
+        "joules": (rows.joules / changes.step)[is_warm].median(),
         "tokens": total.tokens / total.step,
         "of_line_search": total.tokens_line_search / total.tokens,
     }

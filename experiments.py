@@ -1,34 +1,36 @@
-"""Makes the experiments of RESULTS.md: `python experiments.py tiny` trains what is missing of one.
+"""Trains the runs behind RESULTS.md: `python experiments.py tiny` trains those that are missing.
 
-An experiment is a list of commands of train.py, many of them grids. Its runs are made one after
-another. A run that has come to its end, or has diverged, is added to the file results/NAME.jsonl,
-and a run that this file has is not made again. So an experiment can be made in pieces: the same
-command goes on where the last one stopped, and on another machine if it has that file.
+An experiment is a list of commands of train.py, many of them grids. Its runs are trained one after
+another. A run that has come to its end, or has diverged, is added to the file results/NAME.jsonl. A
+run that this file has is not trained again. So an experiment can be done in pieces: the same
+command continues it, also on another machine that has the file.
 
-    python experiments.py                           lists the experiments and what is missing
-    python experiments.py tiny                      makes what is missing of one
-    python experiments.py small --data TEXT --minutes 9         stops, and saves, after 9 minutes
-    python experiments.py --pack results/my.jsonl runs/*        packs runs that train.py made
+    python experiments.py                           lists the experiments and how far they are
+    python experiments.py tiny                      trains what is missing of one
+    python experiments.py 5m-grids --data TEXT --minutes 9      saves and stops after 9 minutes
+    python experiments.py --pack results/my.jsonl runs/*        keeps runs that train.py made
 
-`python plot.py results/*` draws them all, and writes the figures and tables of the pages anew.
+`python plot.py results/*.jsonl` then draws them, and renews the figures and tables of the pages.
 """
 
 import argparse
 import json
-import os
 import shlex
 import signal
 import sys
 import threading
+import time
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 import comparison
 import train
-from runtime import flags, packed, parallel
-from runtime.command import blaming_input, command, say
+from runtime import files, flags, packed, parallel
+from runtime.command import BadInput, Stop, blaming_input, command, say
+from runtime.live import Signals
 
 
 class Experiment(NamedTuple):
@@ -71,6 +73,21 @@ TINY_GRIDS = """
 --method adamw --schedule cosine --b2 0.95 --warmup-steps 6 --lr 0.01,0.03
 """
 
+# 25 steps of 4m tokens: 20 tokens per parameter. The line search may read an eighth of a batch, so
+# that all of a run fits into 120m tokens of text, and nothing is read twice.
+SMALL = "--model 5m --batch 4m --dtype bfloat16"
+SMALL_GRIDS = """
+--method gn,layerwise_gn --line-search-tokens 500k --schedule 'global cosine' --lr 0.003,0.01,0.03
+--method gn --line-search-tokens 500k --schedule 'constant+inner cosine' --lr 0.003,0.01
+--method layerwise_gn --line-search-tokens 500k --schedule 'constant+inner cosine' --lr 0.003,0.01
+--method gn_prox --schedule 'global cosine,constant+inner cosine' --average 0,0.99 --lr 0.003,0.01
+--method soap --schedule constant,cosine --warmup-steps 5 --lr 0.003,0.01,0.03
+--method soap --schedule constant --warmup-steps 5 --b2 0.7 --average 0.3 --lr 0.003,0.01,0.03
+--method muon --schedule constant,cosine --warmup-steps 5 --lr 0.01,0.03,0.1
+--method muon --schedule constant --warmup-steps 5 --average 0.4 --lr 0.01,0.03,0.1
+--method adamw --schedule constant,cosine --warmup-steps 5 --b2 0.95,0.99 --lr 0.003,0.01
+"""
+
 EXPERIMENTS = {
     "tiny": Experiment(
         "How many steps does each method need, at the best settings of tiny-grids?",
@@ -83,14 +100,22 @@ EXPERIMENTS = {
         "--method gn --restart false,true --inner-epochs 1,2 --seed 0,1,2",
     ),
     "tiny-grids": Experiment("What is the best setting of each method?", TINY, TINY_GRIDS),
+    "5m-grids": Experiment("The same, for a model of 5m parameters", SMALL, SMALL_GRIDS),
 }
 
-# Flags that do not decide whether a run of the file is the one that is asked for. The file says
-# which text a run has read; on another machine, the path of the same text is another one.
-IGNORED = ("out", "data", "tokens", "micro_batch", "save_every")
+
+# The flags in which two commands for one run may differ. Of the text, the path may differ.
+MAY_DIFFER = (*train.flags_that_may_differ(tied_by="some flag"), "data", "save_every")
 
 
 # ---- what there is to do -------------------------------------------------------------------------
+
+
+class Task(NamedTuple):
+    """A run of an experiment."""
+
+    words: list  # the command line of train.py
+    run: Any  # the train.Run that they mean
 
 
 def results_of(name):
@@ -98,102 +123,130 @@ def results_of(name):
     return Path(f"results/{name}.jsonl")
 
 
-def runs_of(name, data=None):
-    """The runs of an experiment: {folder: (words, run)}, words being the command line of train.py.
+def tasks_of(name, data=None):
+    """The Tasks of an experiment, in order.
 
-    data: the text that they read, if another than their commands name. Raises ValueError if a
+    data: the text that the runs read, if another than their commands name. Raises ValueError if a
     command is not valid.
     """
     experiment = EXPERIMENTS[name]
-    home = f"runs/{name}"
-    found = {}
+    tasks = {}
     for line in experiment.commands.strip().splitlines():
         words = shlex.split(f"{experiment.common} {line}")
         if data:
             words += ["--data", data]
         for one in flags.expand(words):
-            run = train.configure(one, home)
-            found[run.config.out] = ([*one, "--out", run.config.out], run)
-    return found
+            run = train.configure(one, home=f"runs/{name}")
+            folder = run.config.out
+            tasks[folder, run.last_step] = Task([*one, "--out", folder], run)
+    return [*tasks.values()]
 
 
-def missing(name, data=None):
-    """The command lines of the runs that the file of an experiment does not have."""
-    done = packed.read(results_of(name))
-    lines = []
-    for words, run in runs_of(name, data).values():
-        if not any(is_of(saved, run) for saved in done):
-            lines.append(words)
-    return lines
+def find_missing(tasks, done):
+    """The Tasks that none of the packed runs `done` has brought to an end."""
+    ended = [saved for saved in done if has_ended(saved)]
+    return [task for task in tasks if not any(is_same(saved, task.run) for saved in ended)]
 
 
-def is_of(saved, run):
-    """Whether a packed run has the flags of a Run."""
+def is_same(saved, run):
+    """Whether a packed run has the flags of a Run, as far as they make a run."""
     asked = json.loads(json.dumps(run.values))  # as JSON has it
-    then = saved["config"]
-    return all(then.get(name) == asked[name] for name in asked if name not in IGNORED)
+    fields = train.fields_of_all(run.config.method)
+    then = {name: flag.default for name, flag in fields.items()}  # of flags that it is older than
+    then |= saved["config"]
+    return all(then.get(name) == asked[name] for name in asked.keys() - MAY_DIFFER)
+
+
+def has_ended(saved):
+    """Whether a packed run is at its end, has come to its target, or has diverged."""
+    if not saved["rows"]:
+        return False
+    last = saved["rows"][-1]
+    if "diverged" in last or last["step"] == saved["config"].get("steps"):
+        return True
+    target = saved["config"].get("target_loss")
+    return target is not None and last["val_loss"] <= target
 
 
 # ---- doing it ------------------------------------------------------------------------------------
 
 
-def make(name, data, minutes):
-    """Makes the missing runs of an experiment. Returns the exit status of the last one."""
-    lines = missing(name, data)
-    if minutes:
-        stop_after(60 * minutes)
-    for number, words in enumerate(lines, 1):
-        jax.clear_caches()  # a process on a CPU can map only so many compiled programs
-        folder = words[-1]
-        print(f"\n==== {name}: run {number} of {len(lines)} that are missing: {folder}")
-        status = train.main(words)
-        run = packed.pack(folder)
-        if has_ended(run):
-            packed.add(results_of(name), [run])
-        elif status:
-            return status
-    print(f"{name}: {results_of(name)} has all its runs")
+def train_missing(name, tasks, minutes):
+    """Trains Tasks, and adds each to the file of its experiment when it has ended.
+
+    Returns the exit status: 0 if all have ended, else that of the run that did not. Raises Stop
+    when the minutes are over, or if a signal came.
+    """
+    file = results_of(name)
+    start = time.monotonic()
+    with Signals(), stopping_after(minutes):
+        for number, (words, run) in enumerate(tasks, 1):
+            if minutes and time.monotonic() - start > 60 * minutes:
+                raise Stop(signal.SIGTERM)  # the signal came when the run before was at its end
+            folder = run.config.out
+            print(f"\n==== {name}: run {number} of {len(tasks)} that are missing: {folder}")
+            if jax.default_backend() == "cpu":
+                jax.clear_caches()  # a process there can map only so many compiled programs
+            status = train.main(words)
+            if status not in (0, 1):  # 1: maybe it has diverged
+                return status
+            saved = packed.pack(folder)
+            if not has_ended(saved):
+                return status or 1
+            check_text(file, saved, folder)
+            packed.add(file, [saved])
+    print(f"{file} has all runs")
     return 0
 
 
-def has_ended(run):
-    """Whether a packed run is at its end, has come to its target, or has diverged."""
-    if not run["rows"]:
-        return False
-    last = run["rows"][-1]
-    if "diverged" in last or last["step"] == run["config"]["steps"]:
-        return True
-    return last["val_loss"] <= (run["config"]["target_loss"] or 0)
-
-
-def stop_after(seconds):
-    """Sends this process SIGTERM after a time, at which train.py saves its run and stops."""
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
+@contextmanager
+def stopping_after(minutes):
+    """Within it, SIGTERM comes after some minutes. train.py then saves its run and stops."""
+    timer = threading.Timer(60 * minutes, signal.raise_signal, [signal.SIGTERM])
     timer.daemon = True  # it does not keep the process alive
-    timer.start()
+    if minutes:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
-def pack(path, folders):
+def check_text(file, saved, folder):
+    """Raises BadInput if a run, of a folder, has read another text than those of a file."""
+    held_out = comparison.held_out_of(saved["config"])
+    for other in packed.read(file):
+        if comparison.held_out_of(other["config"]) != held_out:
+            remedy = "give the --data of those, or move the file away"
+            raise BadInput(f"{folder} has read another text than the runs in {file}: {remedy}")
+
+
+def pack(file, folders):
     """Adds the runs of some folders to a file, but for those that it has."""
-    added = []
-    done = packed.read(path)
+    found = []
     for place, unpack in comparison.find_runs(folders):
-        run = unpack()
-        if not run["rows"]:
-            say(f"{place} has no row yet")
-        elif run in done:
-            say(f"{place} is there already")
+        try:
+            saved = unpack()
+        except files.UNREADABLE as error:
+            say(f"{place} cannot be read: {comparison.describe(error)}")
+            continue
+        if saved["rows"]:
+            found.append(saved)
         else:
-            added.append(run)
-    packed.add(path, added)
-    print(f"{path}: {len(added)} runs were added to {len(done)}")
+            say(f"{place} has no row yet")
+    added = packed.add(file, found)
+    print(f"{file}: {added} of {len(found)} runs were added, the others are in it")
 
 
 def show():
-    """Lists the experiments, with what they ask and how many of their runs are missing."""
+    """Lists the experiments, with what they ask and how many of their runs are there."""
     for name, experiment in EXPERIMENTS.items():
-        runs = len(runs_of(name))
-        print(f"{name}: {runs - len(missing(name))} of {runs} runs. {experiment.question}")
+        try:
+            tasks = tasks_of(name)
+            done = len(tasks) - len(find_missing(tasks, packed.read(results_of(name))))
+            print(f"{name}: {done} of {len(tasks)} runs. {experiment.question}")
+        except ValueError as error:  # such as a vocabulary that is not on this machine
+            say(f"{name}: {error}")
 
 
 # ---- the command line ----------------------------------------------------------------------------
@@ -201,16 +254,17 @@ def show():
 
 def parse(words):
     """The command line. Raises ValueError for what is not valid."""
-    usage = "experiments.py [NAME [--data PATH] [--minutes M]] [--pack FILE RUN ...]"
+    usage = "experiments.py [NAME [--data PATH] [--minutes M] | --pack FILE RUN ...]"
     form = argparse.RawDescriptionHelpFormatter
     parser = flags.Parser(usage=usage, description=__doc__, formatter_class=form)
     parser.add_argument("name", nargs="?", choices=EXPERIMENTS, help="an experiment")
     parser.add_argument("--data", help="the text, where an experiment reads one of your own")
-    parser.add_argument("--minutes", type=float, help="stop after so many; 0 = never [default 0]")
+    parser.add_argument("--minutes", type=float, default=0.0, help="stop after so many; 0 = never")
     parser.add_argument("--pack", nargs="+", metavar=("FILE", "RUN"), help="add runs to a file")
     options = parser.parse_args(words)
-    if options.minutes is not None:
-        flags.check_range(options, ["minutes"], least=0)
+    flags.check_range(options, ["minutes"], least=0)
+    if options.pack and (options.name or len(options.pack) == 1):
+        raise ValueError("--pack takes a file and the folders of runs, and no experiment")
     return options
 
 
@@ -227,7 +281,10 @@ def main(words):
         if not options.name:
             show()
             return 0
-    return make(options.name, options.data, options.minutes)
+        name = options.name
+        files.check_writable("results")
+        tasks = find_missing(tasks_of(name, options.data), packed.read(results_of(name)))
+    return train_missing(name, tasks, options.minutes)
 
 
 if __name__ == "__main__":

@@ -61,9 +61,15 @@ class Config:
             raise ValueError(f"n_heads {heads} must be a multiple of n_kv_heads {kv_heads}")
 
 
-# Appendix E. `tiny` is for a CPU: it reads bytes, so train.py sets its vocab_size to 256.
+# The sizes of Appendix E, and two smaller ones. `tiny` is for a CPU and reads bytes. `5m` is for a
+# GPU: its 20 tokens per parameter are so few that a run takes minutes.
 PRESETS = {
-    "tiny": Config(context=128, d_model=64, d_ff=256, n_layers=2, n_heads=4, n_kv_heads=4),
+    "tiny": Config(
+        vocab_size=256, context=128, d_model=64, d_ff=256, n_layers=2, n_heads=4, n_kv_heads=4
+    ),
+    "5m": Config(
+        vocab_size=2048, context=512, d_model=256, d_ff=1024, n_layers=5, n_heads=4, n_kv_heads=4
+    ),
     "45m": Config(),
     "150m": Config(d_model=768, d_ff=3072, n_layers=12, n_heads=16, n_kv_heads=16),
 }

@@ -1,4 +1,4 @@
-"""The figures and tables of the pages, which `python plot.py results/*` makes anew from the logs.
+"""The figures and tables of the pages, which `python plot.py results/*.jsonl` makes from the logs.
 
 A comment in a page names a file of packed runs, and a table or a figure that is made from it. What
 it names follows it:
@@ -65,19 +65,22 @@ def shown_files():
 
 
 def renew(text, tables):
-    """A page's text with its tables made anew; tables: {file: {title: table}}.
+    """A page's text in which tables are replaced; tables: {file: {title: table}}.
 
     Tables of other files stay. Raises ValueError if a file has no table of the title.
     """
     for mark in reversed(find_marks(text)):  # from the end, so that places stay true
         if mark.picture or mark.file not in tables:
             continue
-        table = find(tables, mark)
-        text = text[: mark.start] + table + text[mark.end :]
+        table = look_up(tables, mark)
+        rest = text[mark.end :]
+        if rest and not rest.startswith("\n"):
+            table += "\n"  # or Markdown would take the next line for a row
+        text = text[: mark.start] + table + rest
     return text
 
 
-def find(found, mark):
+def look_up(found, mark):
     """What a Mark names; found: {file: {name: a table or a figure}}. Raises ValueError."""
     of_file = found[mark.file]
     name = mark.name.removeprefix(FIGURE)

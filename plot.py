@@ -14,8 +14,8 @@ The tables are printed, and written as tables.md: see tables.py. comparison.py r
 tells which of them can be compared and which setting is the best. Which runs are shown:
 
 - A folder of run folders, such as a grid's, stands for the runs in it. So does a file of packed
-  runs (experiments.py). `python plot.py results/*` also makes anew what the pages of this project
-  show of such files (pages.py).
+  runs (experiments.py). Where only such files are given, `python plot.py results/*.jsonl` also
+  renews what the pages of this project show of them (pages.py).
 - A run that has no row yet or is damaged, and what is no run, is left out, and a line says so.
 - Runs with different networks, texts, tokenizers or evaluations have figures of their own, in a
   folder for each task, such as figures/45m-c4-gpt2. Where all runs have one task, there is none.
@@ -631,12 +631,18 @@ def write_picture(path, figure):
 
 
 def renew_pages(paths):
-    """Makes anew what the pages show of the files of packed runs among some paths: see pages.py."""
-    asked = {Path(path).resolve() for path in paths}
+    """Replaces what the pages show of the files of packed runs among some paths: see pages.py.
+
+    Where a folder is among the paths, somebody compares runs of their own, and no page changes.
+    Raises ValueError if a page asks for what a file does not give.
+    """
+    if any(Path(path).is_dir() for path in paths):
+        return
+    given = {Path(path).resolve() for path in paths}
     tables = {}
     figures = {}
     for file in pages.shown_files():
-        if (pages.ROOT / file).resolve() in asked:
+        if (pages.ROOT / file).resolve() in given:
             tables[file], figures[file] = make_from(pages.ROOT / file)
     for page in pages.all_pages():
         before = page.read_text(encoding="utf-8")
@@ -645,12 +651,17 @@ def renew_pages(paths):
             write_text(page, text)
         for mark in pages.find_marks(text):
             if mark.picture and mark.file in figures:
-                write_picture(page.parent / mark.picture, pages.find(figures, mark))
+                write_picture(page.parent / mark.picture, pages.look_up(figures, mark))
 
 
 def make_from(file):
-    """The tables and the figures of one file of packed runs: {title: table}, {name: Figure}."""
+    """The tables and the figures of one file of packed runs: {title: table}, {name: Figure}.
+
+    Raises ValueError if its runs cannot all be compared.
+    """
     table = comparison.read_runs([file])
+    if table.empty or table.task.nunique() > 1:
+        raise ValueError(f"{file} must have runs of one network, text, tokenizer and evaluation")
     at_tokens = comparison.compare_at_tokens(table)
     to_targets = comparison.compare_to_targets(table)
     figures = draw(comparison.choose_tokens(at_tokens), to_targets)

@@ -23,16 +23,23 @@ NOTHING = "-"
 def tabulate(comparisons):
     """The tables of some Comparisons in Markdown: {title: table}."""
     tables = {}
+
+    def add(named):
+        for title, table in named.items():
+            while title in tables:  # titles have three digits
+                title += ", too"
+            tables[title] = table
+
     for comparison in comparisons:
         groups = summarize_groups(comparison)
         best = groups.drop_duplicates(["method", "batch"])
         best = best.sort_values(["place", "batch"], kind="stable")
-        tables |= tabulate_best(best, comparison, find_rivals(groups))
+        add(tabulate_best(best, comparison, find_rivals(groups)))
         if comparison.target is None:
-            tables |= tabulate_costs(best, comparison)
+            add(tabulate_costs(best, comparison))
         for _, of_method in groups.groupby("place"):
             if of_method.batch.duplicated().any():
-                tables |= tabulate_settings(of_method, comparison)
+                add(tabulate_settings(of_method, comparison))
     return tables
 
 
@@ -62,6 +69,7 @@ def tabulate_costs(best, comparison):
         cost = measure_cost(comparison, group)
         line = {"method": group.title, "batch": format_count(group.batch)}
         line["seconds"] = format_digits(cost["seconds"])
+        line["kJ"] = format_digits(cost["joules"] / 1000)
         line["tokens read"] = format_count(cost["tokens"])
         line["by line search"] = format_share(cost["of_line_search"])
         line["device"] = group.device
@@ -89,7 +97,7 @@ def title_table(title, lines):
     if len(batches) == 1:
         title += f", batch {batches.pop()}"
         lines = drop(lines, "batch")
-    for name in ("setting", "lowest", "highest"):
+    for name in ("setting", "lowest", "highest", "kJ"):
         if all(line.get(name) == NOTHING for line in lines):
             lines = drop(lines, name)
     return {title: format_table(lines)}
@@ -145,12 +153,15 @@ def describe_steps_to_rival(group, comparison, rivals):
     if rival is None or group.diverged or not group.finished:
         return cells
     steps = count_steps_to(comparison, group, rival)
-    steps = count_steps_to(comparison, group, rival)
     steps_of_rival = count_steps_to(comparison, rival, rival)
-    cells[column] = ", ".join(map(format_number, steps))
-    if np.isnan(steps).all():
+    if not steps:
+        return cells
+    cells[column] = ", ".join(map(format_number, steps.values()))
+    if np.isnan([*steps.values()]).all():
         cells[column] = "not reached"
-    cells["times fewer"] = format_number(np.mean(steps_of_rival) / np.mean(steps))
+    total = sum(steps.values())
+    if total > 0:
+        cells["times fewer"] = format_number(sum(steps_of_rival[seed] for seed in steps) / total)
     return cells
 
 

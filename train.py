@@ -33,7 +33,7 @@ import layerwise_gn
 import model
 import optimizers
 from kernels import choice
-from runtime import checkpoint, files, flags, live, memory, parallel, report
+from runtime import checkpoint, energy, files, flags, live, memory, parallel, report
 from runtime.command import blaming_input, command, explain, say
 from runtime.progress import Progress
 from text.tokenizer import Tokenizer, tokenizer
@@ -144,6 +144,7 @@ LAPTOP = {
 }
 DEFAULTS = {  # of flags, for each model; each has either steps or tokens
     "tiny": LAPTOP | {"inner_batch": 8},
+    "5m": PAPER | {"inner_batch": 32, "tokens": 100_000_000},
     "45m": PAPER | {"inner_batch": 32, "tokens": 900_000_000},
     "150m": PAPER | {"inner_batch": 128, "tokens": 3_000_000_000},
 }
@@ -283,8 +284,6 @@ def parse(argv):
     values |= DEFAULTS[preset]
     # What was tuned for this method on this model.
     values |= tuned
-    # As many ids as the tokenizer has.
-    values["vocab_size"] = 0
     # What is fast on this machine.
     values["dtype"] = choice.default_dtype()
 
@@ -292,6 +291,10 @@ def parse(argv):
     shown = f"The defaults are those of --method {method} --model {preset}."
     about = f"{__doc__ or ''}\n{shown}"
     given = flags.parse(argv, groups, values, about, others, MEANT)
+    if "tokenizer" in given:
+        values["vocab_size"] = (
+            0  # as many ids as it has: the model's number goes with its tokenizer
+        )
     if "schedule" in given or "line_search" in given:
         # The tuned warm-up and average belong to the tuned schedule and line search.
         for name in {"warmup_steps", "average"} & tuned.keys():
@@ -643,6 +646,7 @@ ROW = (
     "refused",  # steps since the last row that the line search refused
     "input_wait",  # seconds since the last row that steps waited for a batch
 )
+# Where the GPUs tell, a row has "joules", too: the energy of the steps since the last row.
 
 
 def log_row(session, state, t, val_loss, metrics):
@@ -729,33 +733,49 @@ def reached(target_loss, rows):
 
 def first_state(session):
     """The method's state after the warm-up, and the metrics of the warm-up."""
-    start = time.perf_counter()
+    start = Meters.read()
     params, train_loss = warm_up(session)
-    metrics = {"train_loss": train_loss, "seconds": time.perf_counter() - start}
+    metrics = {"train_loss": train_loss} | start.spent({})
     begin = parallel.jit(session.run.method.init, static_argnums=1)
     return begin(params, session.run.settings), metrics
+
+
+class Meters(NamedTuple):
+    """A reading of the clock and of the GPUs' counters of energy."""
+
+    seconds: float
+    joules: float  # None where there is no counter
+
+    @staticmethod
+    def read():
+        """The reading now."""
+        return Meters(time.perf_counter(), energy.joules())
+
+    def spent(self, earlier):
+        """What was used since this reading, as metrics; those of earlier steps are added."""
+        now = Meters.read()
+        metrics = {"seconds": earlier.get("seconds", 0) + now.seconds - self.seconds}
+        if self.joules is not None and now.joules is not None:
+            metrics["joules"] = earlier.get("joules", 0) + now.joules - self.joules
+        return metrics
 
 
 def outer_step(session, state, t, before):
     """The state after outer step t of the method, and its metrics.
 
-    before: metrics of earlier steps that are in no row yet. Times and refusals are added up.
+    before: metrics of earlier steps that are in no row yet. Costs and refusals are added up.
     """
     run = session.run
-    start = time.perf_counter()
+    start = Meters.read()
     first = run.warmup_batches + t * run.step_batches
     batches = session.batches(first, "inner batches")
     fresh = session.batches(first + run.settings.inner_steps, "line search")
     with session.progress.bar(f"step {t + 1}", run.step_work, int(state.k)):
         state, metrics = run.method.update(state, batches, fresh, run.settings, session.saver.watch)
         jax.block_until_ready(state)
-    seconds = time.perf_counter() - start
     refused = int(metrics.get("alpha") == 0)
-    sums = {
-        "seconds": before.get("seconds", 0) + seconds,
-        "refused": before.get("refused", 0) + refused,
-    }
-    return state, metrics | sums
+    sums = {"refused": before.get("refused", 0) + refused}
+    return state, metrics | sums | start.spent(before)
 
 
 def give_up(run, rows, t, message):

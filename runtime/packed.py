@@ -2,11 +2,12 @@
 
     {"config": {..}, "about": {..}, "rows": [{..}, ..]}
 
-config and about are what config.json of the run's folder holds; of the path of a text, its name is
-kept. rows are those of its log.jsonl; a number that a row lacks, null in the log, is left out.
+config and about are what config.json of the run's folder holds. Of the text's path only the last
+part is kept. rows are those of its log.jsonl, without the numbers that are null there.
 """
 
 import json
+import os
 from pathlib import Path
 
 from runtime import checkpoint, files
@@ -35,7 +36,8 @@ def pack(folder):
     if not rows:
         return {"config": {}, "about": {}, "rows": []}
     saved = checkpoint.read_config(folder)
-    config = saved["config"] | {"data": Path(saved["config"]["data"]).name}
+    text = Path(os.path.abspath(saved["config"]["data"])).name
+    config = saved["config"] | {"data": text}
     return {"config": config, "about": saved["about"], "rows": rows}
 
 
@@ -57,18 +59,28 @@ def parse(line, place):
     """The run of a line. Raises ValueError if it is none."""
     try:
         run = json.loads(line)
-        dict(run["config"]), dict(run["about"]), list(run["rows"])
+        parts = [run["config"], run["about"], *run["rows"]]
+        is_run = isinstance(run["rows"], list) and all(isinstance(part, dict) for part in parts)
     except files.UNREADABLE:
-        raise ValueError(f"{place} is no packed run") from None
+        is_run = False
+    if not is_run:
+        raise ValueError(f"{place} is no packed run")
     return run
 
 
 def add(path, runs):
     """Adds runs to a file behind those that it has, and makes the file if there is none.
 
-    Raises ValueError if what the file has is damaged.
+    Runs that it has are not added again. Returns how many were added. Raises ValueError if what the
+    file has is damaged.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with files.locked(f"{path}.lock"):
-        text = "".join(json.dumps(run) + "\n" for run in [*read(path), *runs])
+        kept = read(path)
+        before = len(kept)
+        for run in runs:
+            if run not in kept:
+                kept.append(run)
+        text = "".join(json.dumps(run) + "\n" for run in kept)
         files.write_file(path, lambda file: file.write(text.encode()))
+    return len(kept) - before

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from logs import Run
 import experiments
 import train
 from runtime import packed
+from text.tokenizer import tokenizer
 
 ROOT = Path(train.__file__).parent
 FILE = Path("results/two-rates.jsonl")
@@ -85,30 +87,68 @@ def test_a_run_that_diverges_is_packed_and_the_next_one_made(two_rates, monkeypa
 
     Path("runs/two-rates").mkdir(parents=True)
     monkeypatch.setattr(train, "main", diverge)
+    monkeypatch.setattr(experiments, "check_text", lambda *args: None)  # it has read none
     assert experiments.main(["two-rates"]) == 0
     assert packed_rates() == [0.01, 0.02]
     assert "diverged" in packed.read(FILE)[0]["rows"][-1]
 
 
 def test_a_run_has_ended_at_its_steps_or_its_target(tmp_path):
-    for flags, cut, ended in (
-        ({}, 9, True),
-        ({}, 8, False),
-        ({"target_loss": 3.0}, 8, False),
-        ({"target_loss": 3.0}, 9, True),
-        ({"target_loss": 3.2}, 8, True),
-    ):
-        run = packed.pack(Run(tmp_path, **{"target_loss": None} | flags).cut(cut).folder)
+    for target, cut, ended in ((None, 9, True), (None, 8, False), (3.0, 8, False), (3.2, 8, True)):
+        run = packed.pack(Run(tmp_path, target_loss=target).cut(cut).folder)
         assert len(run["rows"]) == cut
-        assert experiments.has_ended(run) == ended, (flags, cut)
+        assert experiments.has_ended(run) == ended, (target, cut)
     assert not experiments.has_ended(packed.pack(Run(tmp_path).cut(0).folder))
+
+
+def test_a_failure_that_is_no_divergence_ends_an_experiment(two_rates, monkeypatch):
+    """Such as a full disk; and what is in the folder of a refused run is not taken for it."""
+    for status in (1, 2):
+        monkeypatch.setattr(train, "main", lambda words, status=status: status)
+        Path("runs/two-rates").mkdir(parents=True, exist_ok=True)
+        made = Run(Path("runs/two-rates"), "adamw", lr=0.01)
+        (task, *_) = experiments.tasks_of("two-rates")
+        if status == 2:
+            Path(made.folder).rename(task.run.config.out)
+        assert experiments.main(["two-rates"]) == status
+        assert not FILE.exists()
+
+
+def test_runs_on_several_texts_are_not_mixed(two_rates, capsys):
+    """The run stays where it is, and the file as it is."""
+    assert run("--method", "adamw", "--lr", "0.01", "--out", "r") == 0
+    Path("other.txt").write_text(Path("text.txt").read_text()[::-1])
+    packed.add(FILE, [packed.pack("r")])
+    before = FILE.read_bytes()
+    assert experiments.main(["two-rates", "--data", "other.txt"]) == 2
+    assert (
+        "has read another text than the runs in results/two-rates.jsonl" in capsys.readouterr().err
+    )
+    assert FILE.read_bytes() == before
+
+
+def test_a_run_that_is_older_than_a_flag_is_not_made_again(two_rates):
+    (task, *_) = experiments.tasks_of("two-rates")
+    config = {name: value for name, value in task.run.values.items() if name != "clip"}
+    assert experiments.is_same({"config": config}, task.run)
+    assert not experiments.is_same({"config": config | {"lr": 0.5}}, task.run)
+    assert experiments.is_same({"config": config | {"micro_batch": 2, "data": "b"}}, task.run)
 
 
 def test_time_that_is_up_ends_the_command(tmp_path):
     """As kill does: train.py saves its run."""
     command = [sys.executable, ROOT / "experiments.py", "tiny", "--minutes", "0.05"]
-    done = subprocess.run(command, cwd=tmp_path, env=AS_A_USER, capture_output=True, timeout=120)
-    assert done.returncode in (143, -15)  # the signal may come before train.py hears it
+    pipes = {"capture_output": True, "text": True}
+    done = subprocess.run(command, cwd=tmp_path, env=AS_A_USER, timeout=120, **pipes)
+    assert done.returncode == 143, done.stderr
+    assert done.stderr.endswith("stopped; the same command goes on from here\n")
+
+
+def test_time_that_was_up_at_the_end_of_a_run_ends_the_command_too(two_rates, monkeypatch):
+    """A signal that comes then is heard by nobody."""
+    monkeypatch.setattr(threading.Timer, "start", lambda self: None)
+    assert experiments.main(["two-rates", "--minutes", "0.001"]) == 143
+    assert packed_rates() == [0.01]
 
 
 def test_runs_of_ones_own_are_packed_once(tmp_path, capsys):
@@ -121,10 +161,29 @@ def test_runs_of_ones_own_are_packed_once(tmp_path, capsys):
     first, second = file.read_text().splitlines()
     assert json.loads(second)["config"]["data"] == "text"
     assert json.loads(first)["rows"][0] == {"step": 0, "tokens": 1000, "val_loss": 5.0}
-    assert capsys.readouterr().out == f"{file}: 2 runs were added to 0\n"
+    said = capsys.readouterr()
+    assert said.out == f"{file}: 2 of 2 runs were added, the others are in it\n"
+    assert said.err == f"{runs[2].folder} has no row yet\n"
+    Path(runs[2].folder, "config.json").write_text("[]")
+    runs[2].write(runs[1].rows())
     assert experiments.main(words) == 0
     assert file.read_text().splitlines() == [first, second]
-    assert capsys.readouterr().err.count("is there already") == 2
+    said = capsys.readouterr()
+    assert said.out == f"{file}: 0 of 2 runs were added, the others are in it\n"
+    assert said.err.startswith(f"{runs[2].folder} cannot be read: ")
+
+
+def test_a_damaged_file_is_said_and_kept(two_rates, capsys):
+    for line in (
+        "{}",
+        '{"config": {}, "about": {}, "rows": {}}',
+        '{"config": [], "about": 1, "rows": []}',
+    ):
+        FILE.parent.mkdir(exist_ok=True)
+        FILE.write_text(line)
+        assert experiments.main(["two-rates"]) == 2
+        assert f"{FILE}:1 is no packed run" in capsys.readouterr().err
+        assert FILE.read_text() == line
 
 
 @pytest.mark.parametrize(
@@ -134,6 +193,7 @@ def test_runs_of_ones_own_are_packed_once(tmp_path, capsys):
         (["tiny", "--minutes", "-1"], "minutes is -1.0; it must be at least 0"),
         (["tiny", "--data", "nowhere"], "nowhere"),
         (["--pack", "x.jsonl", "nowhere"], "nowhere does not exist"),
+        (["--pack", "x.jsonl"], "--pack takes a file and the folders of runs"),
     ],
 )
 def test_bad_input_is_said_in_one_line(here, capsys, words, says):
@@ -145,9 +205,20 @@ def test_bad_input_is_said_in_one_line(here, capsys, words, says):
 # ---- the experiments of this project -------------------------------------------------------------
 
 
+def stand_in(flag, vocab_size):
+    """The tokenizer of bytes in place of GPT-2's, with as many ids: that one needs a network."""
+    if flag != "gpt2":
+        return tokenizer(flag, vocab_size)
+    return tokenizer("bytes")._replace(name=flag, flag=flag, vocab_size=vocab_size or 32_000)
+
+
 @pytest.mark.parametrize("name", experiments.EXPERIMENTS)
-def test_the_commands_of_an_experiment_are_valid_and_its_file_holds_nothing_else(name, here):
-    runs = experiments.runs_of(name)
+def test_the_commands_of_an_experiment_are_valid_and_its_file_holds_nothing_else(
+    name, here, monkeypatch
+):
+    monkeypatch.setattr(train, "tokenizer", stand_in)
+    assert "--dtype" in experiments.EXPERIMENTS[name].common  # else a machine would decide it
+    tasks = experiments.tasks_of(name)
     for saved in packed.read(ROOT / experiments.results_of(name)):
-        found = [run for _, run in runs.values() if experiments.is_of(saved, run)]
+        found = [task for task in tasks if experiments.is_same(saved, task.run)]
         assert len(found) == 1, saved["config"]

@@ -55,12 +55,31 @@ def test_tables_and_figures_of_the_given_results_are_made_anew(project, capsys):
     other = plot.make_from("results/two.jsonl")[0][TITLE]
     mark = f"<!-- results/two.jsonl: {TITLE} -->\n\n"
     assert other != table
-    assert Path("README.md").read_text() == PAGE.replace(old, table).replace(mark, mark + other)
+    assert Path("README.md").read_text() == PAGE.replace(old, table).replace(
+        mark, f"{mark}{other}\n"
+    )
 
 
-def test_runs_in_folders_change_no_page(project):
-    assert plot.main(["runs"]) == 0
+def test_who_draws_runs_of_their_own_changes_no_page(project):
+    """Also beside published ones."""
+    for paths in (["runs"], ["runs", "results/one.jsonl"], ["results"]):
+        assert plot.main(paths) == 0
     assert Path("README.md").read_text() == PAGE and not [*Path("pictures").iterdir()]
+
+
+def test_a_table_ends_before_the_sentence_behind_it():
+    """Or Markdown would take it for a row."""
+    page = "<!-- results/a.jsonl: b -->\n\nA sentence.\n"
+    shown = pages.renew(page, {"results/a.jsonl": {"b": "| c |\n"}})
+    assert shown == "<!-- results/a.jsonl: b -->\n\n| c |\n\nA sentence.\n"
+    assert pages.renew(shown, {"results/a.jsonl": {"b": "| c |\n"}}) == shown
+
+
+def test_runs_of_several_tasks_in_one_file_are_refused(project, capsys):
+    other = Run(Path("runs"), "muon", d_model=99)
+    packed.add("results/one.jsonl", [packed.pack(other.folder)])
+    assert plot.main(["results/one.jsonl"]) == 2
+    assert "must have runs of one network, text, tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -109,6 +128,6 @@ def test_the_pictures_of_a_page_are_those_of_the_logs(page, made, tmp_path):
     figures = {file: figures for file, (_, figures) in made.items()}
     for mark in pages.find_marks(page.read_text(encoding="utf-8")):
         if mark.picture:
-            plot.write_picture(tmp_path / "now.png", pages.find(figures, mark))
+            plot.write_picture(tmp_path / "now.png", pages.look_up(figures, mark))
             shown = page.parent / mark.picture
             assert compare_images(str(shown), str(tmp_path / "now.png"), tol=5) is None

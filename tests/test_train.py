@@ -694,6 +694,23 @@ def test_the_paper_sizes():
 
 
 @pytest.mark.parametrize(
+    "words, vocab_size",
+    [
+        ("--model tiny", 256),
+        ("--model 5m", 2048),
+        ("--model 45m", 32_000),
+        ("--model 5m --tokenizer gpt2", 0),
+        ("--model 5m --tokenizer gpt2 --vocab-size 4096", 4096),
+        ("--model 5m --vocab-size 0", 0),
+    ],
+)
+def test_the_vocabulary_of_a_model_goes_with_its_tokenizer(words, vocab_size):
+    """Of another tokenizer, all ids are taken, which is what 0 means."""
+    values, _ = train.parse(words.split())
+    assert values["vocab_size"] == vocab_size
+
+
+@pytest.mark.parametrize(
     "name, heads, inner_batch, tokens",
     [("45m", 8, 32, 900_000_000), ("150m", 16, 128, 3_000_000_000)],
 )
