@@ -15,6 +15,7 @@ command continues it, also on another machine that has the file.
 
 import argparse
 import json
+import os
 import shlex
 import signal
 import sys
@@ -142,10 +143,14 @@ def tasks_of(name, data=None):
     return [*tasks.values()]
 
 
-def find_missing(tasks, done):
-    """The Tasks that none of the packed runs `done` has brought to an end."""
-    ended = [saved for saved in done if has_ended(saved)]
-    return [task for task in tasks if not any(is_same(saved, task.run) for saved in ended)]
+def find_missing(tasks, saved_runs):
+    """The Tasks whose runs are not among some packed runs, or have not come to an end there."""
+    ended = [saved for saved in saved_runs if has_ended(saved)]
+    missing = []
+    for task in tasks:
+        if not any(is_same(saved, task.run) for saved in ended):
+            missing.append(task)
+    return missing
 
 
 def is_same(saved, run):
@@ -202,7 +207,7 @@ def train_missing(name, tasks, minutes):
 @contextmanager
 def stopping_after(minutes):
     """Within it, SIGTERM comes after some minutes. train.py then saves its run and stops."""
-    timer = threading.Timer(60 * minutes, signal.raise_signal, [signal.SIGTERM])
+    timer = threading.Timer(60 * minutes, os.kill, [os.getpid(), signal.SIGTERM])
     timer.daemon = True  # it does not keep the process alive
     if minutes:
         timer.start()

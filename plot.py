@@ -164,7 +164,10 @@ def draw_losses(ax, table, x, target=None):
         if method in steps:
             unit = "step" if steps[method] == 1 else "steps"
             label += f",\n{format_number(steps[method])} {unit}"
-        draw_curve(ax, method, rows.groupby(x).val_loss.agg(STATISTICS), label=label)
+        at_step = rows.groupby("step")
+        curve = at_step.val_loss.agg(STATISTICS)
+        curve.index = at_step[x].mean()  # with a race, each seed reads another number of tokens
+        draw_curve(ax, method, curve, label=label)
 
     xlabel = {"step": "outer steps", "tokens": "tokens read"}[x]
     ax.set(xlabel=xlabel, ylabel="validation loss (nats a token)")

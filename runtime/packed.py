@@ -3,7 +3,7 @@
     {"config": {..}, "about": {..}, "rows": [{..}, ..]}
 
 config and about are what config.json of the run's folder holds. Of the text's path only the last
-part is kept. rows are those of its log.jsonl, without the numbers that are null there.
+part is kept. rows are those of its log.jsonl: numbers with six digits, and none that are null.
 """
 
 import json
@@ -30,9 +30,7 @@ def pack(folder):
     A run that has no row yet, and so maybe no config.json, has all three empty. Raises one of
     files.UNREADABLE if the run is damaged.
     """
-    rows = []
-    for row in checkpoint.read_log(folder):
-        rows.append({name: value for name, value in row.items() if value is not None})
+    rows = checkpoint.read_log(folder)
     if not rows:
         return {"config": {}, "about": {}, "rows": []}
     saved = checkpoint.read_config(folder)
@@ -78,9 +76,22 @@ def add(path, runs):
     with files.locked(f"{path}.lock"):
         kept = read(path)
         before = len(kept)
-        for run in runs:
+        for run in map(shorten, runs):
             if run not in kept:
                 kept.append(run)
         text = "".join(json.dumps(run) + "\n" for run in kept)
         files.write_file(path, lambda file: file.write(text.encode()))
     return len(kept) - before
+
+
+def shorten(run):
+    """A run without the nulls in its rows, and with six digits of each number."""
+    rows = []
+    for row in run["rows"]:
+        rows.append({name: shorten_number(row[name]) for name in row if row[name] is not None})
+    return run | {"rows": rows}
+
+
+def shorten_number(value):
+    """Six digits of a number that is not whole; anything else as it is."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value

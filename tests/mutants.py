@@ -663,6 +663,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("plot.py", "Muon at the inner batch is a point", "return table[~is_bound], table[is_bound]", "return table, table[is_bound]"),
     ("plot.py", "a person's matplotlibrc in the figures", "matplotlib.rcdefaults()", "matplotlib.rcParams"),
     ("plot.py", "a folder of pictures that cannot be is found out late", "        files.check_writable(options.out)", "        Path(options.out)"),
+    ("plot.py", "seeds that read other numbers of tokens make a curve of single seeds", '        at_step = rows.groupby("step")\n', '        at_step = rows.groupby(x)\n'),
     # comparison.py
     ("comparison.py", "runs of other token counts compete", 'for length, found in rows.groupby("length")]', 'for length, found in rows.groupby("target_loss")]'),
     ("comparison.py", "runs to a target compete for the final loss", "rows = table[table.target_loss == 0]", "rows = table[table.target_loss >= 0]"),
@@ -693,7 +694,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("plot.py", "pages of results that are not given change", "        if (pages.ROOT / file).resolve() in given:\n", "        if given:\n"),
     ("runtime/packed.py", "a path of this machine is published", 'config = saved["config"] | {"data": text}', 'config = saved["config"]'),
     ("runtime/packed.py", "what a file has is lost", "        kept = read(path)\n", "        kept = []\n"),
-    ("experiments.py", "a run is made again on another machine", "return [task for task in tasks if not any(is_same(saved, task.run) for saved in ended)]", "return tasks"),
+    ("experiments.py", "a run is made again on another machine", "        if not any(is_same(saved, task.run) for saved in ended):\n", "        if True:\n"),
     ("experiments.py", "a run that was stopped counts as made", "            if not has_ended(saved):\n", '            if not saved["rows"]:\n'),
     ("experiments.py", "texts are mixed in one file", "            check_text(file, saved, folder)\n", ""),
     ("experiments.py", "a run that is older than a flag is made again", "    then |= saved[\"config\"]\n", "    then = saved[\"config\"]\n"),

@@ -110,7 +110,7 @@ def test_rows_selects(main, capsys):
 @pytest.mark.parametrize(
     "flags, line",
     [
-        (["--model", "big"], "model is 'big'; valid: tiny, 45m, 150m"),
+        (["--model", "big"], "model is 'big'; valid: tiny, 5m, 45m, 150m"),
         (["--dtype", "float16"], "dtype is 'float16'; valid: float32, bfloat16"),
         (["--reps", "3"], "unknown flag '--reps'; did you mean --repeat?"),
         (["--inner-batch", "many"], "--inner-batch is 'many'; it must be a whole number such as "),

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
-from logs import Run
+from logs import FAMILY, Run
 from matplotlib.testing.compare import compare_images
 
+import comparison
 import pages
 import plot
 from runtime import packed
@@ -131,3 +132,71 @@ def test_the_pictures_of_a_page_are_those_of_the_logs(page, made, tmp_path):
             plot.write_picture(tmp_path / "now.png", pages.look_up(figures, mark))
             shown = page.parent / mark.picture
             assert compare_images(str(shown), str(tmp_path / "now.png"), tol=5) is None
+
+
+# ---- numbers in sentences ------------------------------------------------------------------------
+
+
+def words_of(*names):
+    """The text of pages in one line each."""
+    return [" ".join((pages.ROOT / name).read_text(encoding="utf-8").split()) for name in names]
+
+
+def groups_of(file):
+    """The Comparison of a file whose runs are all of one length, and its groups, the best first."""
+    (asked,) = comparison.compare_at_tokens(comparison.read_runs([pages.ROOT / file]))
+    return asked, comparison.summarize_groups(asked)
+
+
+def test_it_takes_so_many_times_fewer_steps_than_the_best_baseline():
+    """At each seed; the best baseline is SOAP."""
+    asked, groups = groups_of("results/tiny.jsonl")
+    (rival,) = comparison.find_rivals(groups).values()
+    assert rival.method == "soap"
+    its_steps = comparison.count_steps_to(asked, rival, rival)
+    ratios = []
+    for group in groups.itertuples():
+        if group.method in FAMILY:
+            steps = comparison.count_steps_to(asked, group, rival)
+            ratios += [its_steps[seed] / steps[seed] for seed in (0, 1, 2)]
+    for words in words_of("README.md", "RESULTS.md"):
+        assert f"{min(ratios):.2g} to {max(ratios):.2g} times fewer steps" in words
+
+
+def test_variants_of_gauss_newton_end_as_near_to_it_as_is_said():
+    """Prox-linear within the range of the seeds, layerwise not."""
+    _, groups = groups_of("results/tiny.jsonl")
+    gn, prox, layerwise = (groups[groups.method == method].iloc[0] for method in FAMILY)
+    assert prox.lowest < gn.highest and gn.lowest < prox.highest
+    assert layerwise.lowest > gn.highest
+    (words,) = words_of("RESULTS.md")
+    assert f"ends {layerwise.loss - gn.loss:.3f} higher, which counts as a difference" in words
+
+
+def test_the_runs_on_another_machine_end_as_near_as_is_said():
+    """The mean over the seeds; there were variants of Gauss-Newton, too."""
+    _, here = groups_of("results/tiny.jsonl")
+    table = comparison.read_runs([pages.ROOT / "results/tiny-h200.jsonl"])
+    table = table[(table.outer_steps == 20) & (table.inner_epochs == 1)]
+    table = table[table.restart != True]  # noqa: E712  the baselines have none
+    (asked,) = comparison.compare_at_tokens(table)
+    there = comparison.summarize_groups(asked).set_index("method").loss
+    differences = (here.set_index("method").loss - there).abs()
+    assert len(differences) == 6
+    assert differences[FAMILY].max() <= 0.0003
+    assert differences.max() <= 0.003
+
+
+def test_where_an_inner_loop_starts_and_how_often_it_reads_matters_as_is_said():
+    _, groups = groups_of("results/tiny-variants.jsonl")
+    losses = {}
+    for group in groups.itertuples():
+        losses[group.setting["restart"], group.setting["inner_epochs"]] = group.loss
+    (words,) = words_of("README.md")
+    widest = (groups.highest - groups.lowest).max()
+    assert f"is {losses[True, 1]:.3f} instead of {losses[False, 1]:.3f}: the paper's" in words
+    assert f"it is {losses[False, 2]:.3f}, and with both {losses[True, 2]:.3f}; no two" in words
+    assert f"no two seeds differ by more than {widest:.3f}" in words
+    (words,) = words_of("RESULTS.md")
+    assert f"costs {losses[True, 1] - losses[False, 1]:.2f}, a second pass gains" in words
+    assert f"gains {losses[False, 1] - losses[False, 2]:.2f}." in words

@@ -55,7 +55,7 @@ FLAGS = {
     "a method without its flag": (["soap"], "unknown flag 'soap'; did you mean --method soap?"),
     "flag without value": (["--lr"], "expected one argument"),
     "unknown method": (["--method", "sgd"], f"valid: {', '.join(train.METHODS)}"),
-    "unknown model": (["--model", "7b"], "model is '7b'; valid: tiny, 45m, 150m"),
+    "unknown model": (["--model", "7b"], "model is '7b'; valid: tiny, 5m, 45m, 150m"),
     "unknown tokenizer": (["--tokenizer", "words"], "tokenizer is 'words'; valid: bytes, gpt2"),
     "unknown corpus": (
         ["--data", "wiki"],
