@@ -88,7 +88,7 @@ def read_runs(paths):
 
 
 def find_runs(paths):
-    """The runs of some paths, a list of (place, read); read() returns the run as packed.pack does.
+    """The runs of some paths, a list of (place, unpack); unpack() returns what packed.pack does.
 
     A path that holds no run is named on standard error. Raises ValueError if a path does not exist,
     or if there is no run at all.
@@ -113,11 +113,13 @@ def find_runs(paths):
 
 def runs_of(path):
     """The run of a folder, or those packed into a file, as `find_runs` returns them."""
+    found = []
     if packed.is_packed(path):
-        return [(place, partial(packed.parse, line, place)) for place, line in packed.lines(path)]
-    if is_run(path):
-        return [(str(path), partial(packed.pack, path))]
-    return []
+        for place, line in packed.lines(path):
+            found.append((place, partial(packed.parse, line, place)))
+    elif is_run(path):
+        found.append((str(path), partial(packed.pack, path)))
+    return found
 
 
 def is_run(path):
@@ -370,7 +372,7 @@ def summarize_runs(comparison):
 def summarize_groups(comparison):
     """A table with a row for each group, the best first.
 
-    Its columns are method, title, place, batch, device, setting, and these:
+    Its columns are method, title, place, batch, setting, and these:
 
     label                    see `label_groups`
     diverged, reached        whether a run diverged; whether all come to the target
@@ -390,7 +392,6 @@ def summarize_groups(comparison):
         title=("title", "first"),
         place=("place", "first"),
         batch=("batch", "first"),
-        device=("device", "first"),
         setting=("setting", "first"),
         diverged=("diverged", "any"),
         finished=("finished", "any"),
@@ -486,10 +487,12 @@ def measure_cost(comparison, group):
     joules          of the GPUs, likewise
     tokens          read in a step, a mean
     of_line_search  the share of them that the line search read
+    device          of the first run
 
     The first step of a run is left out of the first two, as it compiles the program.
     """
     rows = pd.concat(rows_of_runs(comparison, group))
+    device = rows.device.iloc[0]
     rows = rows[np.isfinite(rows.val_loss)]  # the last row of a run that diverged counts nothing
     changes = rows.groupby("run")[["step", "tokens", "tokens_line_search"]].diff()
     is_warm = rows.step - changes.step >= 1
@@ -499,6 +502,7 @@ def measure_cost(comparison, group):
         "joules": (rows.joules / changes.step)[is_warm].median(),
         "tokens": total.tokens / total.step,
         "of_line_search": total.tokens_line_search / total.tokens,
+        "device": device,
     }
 
 

@@ -159,7 +159,8 @@ def is_same(saved, run):
     fields = train.fields_of_all(run.config.method)
     then = {name: flag.default for name, flag in fields.items()}  # of flags that it is older than
     then |= saved["config"]
-    return all(then.get(name) == asked[name] for name in asked.keys() - MAY_DIFFER)
+    names = asked.keys() - MAY_DIFFER
+    return all(then.get(name) == asked[name] for name in names)
 
 
 def has_ended(saved):

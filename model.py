@@ -62,7 +62,7 @@ class Config:
 
 
 # The sizes of Appendix E, and two smaller ones. `tiny` is for a CPU and reads bytes. `5m` is for a
-# GPU: its 20 tokens per parameter are so few that a run takes minutes.
+# small corpus: its 20 tokens per parameter are 100m tokens.
 PRESETS = {
     "tiny": Config(
         vocab_size=256, context=128, d_model=64, d_ff=256, n_layers=2, n_heads=4, n_kv_heads=4

@@ -17,6 +17,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from runtime.command import BadInput
+
 ROOT = Path(__file__).parent
 MARK = re.compile(r"<!-- (?P<file>results/\S+\.jsonl): (?P<name>[^\n]+?) -->\n+")
 TABLE = re.compile(r"(\|[^\n]*\n)*")
@@ -40,14 +42,14 @@ def all_pages():
 
 
 def find_marks(text):
-    """The Marks in a page's text. Raises ValueError for a figure's mark without a picture."""
+    """The Marks in a page's text. Raises BadInput for a figure's mark without a picture."""
     marks = []
     for match in MARK.finditer(text):
         file, name = match["file"], match["name"]
         if name.startswith(FIGURE):
             follows = PICTURE.match(text, match.end())
             if not follows:
-                raise ValueError(f"no picture follows the mark of {name} of {file}")
+                raise BadInput(f"no picture follows the mark of {name} of {file}")
             marks.append(Mark(file, name, *follows.span(), follows["path"]))
         else:
             follows = TABLE.match(text, match.end())
@@ -67,7 +69,7 @@ def shown_files():
 def renew(text, tables):
     """A page's text in which tables are replaced; tables: {file: {title: table}}.
 
-    Tables of other files stay. Raises ValueError if a file has no table of the title.
+    Tables of other files stay. Raises BadInput if a file has no table of the title.
     """
     for mark in reversed(find_marks(text)):  # from the end, so that places stay true
         if mark.picture or mark.file not in tables:
@@ -81,9 +83,9 @@ def renew(text, tables):
 
 
 def look_up(found, mark):
-    """What a Mark names; found: {file: {name: a table or a figure}}. Raises ValueError."""
+    """What a Mark names; found: {file: {name: a table or a figure}}. Raises BadInput."""
     of_file = found[mark.file]
     name = mark.name.removeprefix(FIGURE)
     if name not in of_file:
-        raise ValueError(f"{mark.file} gives no {mark.name!r}; it gives {', '.join(of_file)}")
+        raise BadInput(f"{mark.file} gives no {mark.name!r}; it gives {', '.join(of_file)}")
     return of_file[name]

@@ -51,7 +51,7 @@ import comparison
 import gn
 import pages
 from runtime import files, flags
-from runtime.command import blaming_input, command, say
+from runtime.command import BadInput, blaming_input, command, say
 from tables import format_count, format_number, tabulate
 from train import METHODS
 
@@ -600,9 +600,9 @@ def draw_task(name, table, target, folder):
 
 
 def write_tables(name, tables):
-    """The tables of a task, {title: table}, as a page."""
+    """The tables of a task, a list of (title, table), as a page."""
     parts = [f"# {name}\n"]
-    for title, table in tables.items():
+    for title, table in tables:
         parts.append(f"## {title}\n\n{table}")
     return "\n".join(parts)
 
@@ -637,7 +637,7 @@ def renew_pages(paths):
     """Replaces what the pages show of the files of packed runs among some paths: see pages.py.
 
     Where a folder is among the paths, somebody compares runs of their own, and no page changes.
-    Raises ValueError if a page asks for what a file does not give.
+    Raises BadInput if a page asks for what a file does not give.
     """
     if any(Path(path).is_dir() for path in paths):
         return
@@ -660,15 +660,15 @@ def renew_pages(paths):
 def make_from(file):
     """The tables and the figures of one file of packed runs: {title: table}, {name: Figure}.
 
-    Raises ValueError if its runs cannot all be compared.
+    Raises BadInput if its runs cannot all be compared.
     """
     table = comparison.read_runs([file])
     if table.empty or table.task.nunique() > 1:
-        raise ValueError(f"{file} must have runs of one network, text, tokenizer and evaluation")
+        raise BadInput(f"{file} must have runs of one network, text, tokenizer and evaluation")
     at_tokens = comparison.compare_at_tokens(table)
     to_targets = comparison.compare_to_targets(table)
     figures = draw(comparison.choose_tokens(at_tokens), to_targets)
-    return tabulate([*to_targets, *at_tokens]), figures
+    return dict(tabulate([*to_targets, *at_tokens])), figures
 
 
 @command
@@ -689,8 +689,7 @@ def main(words):
     for name, rows in tasks.items():
         folder = options.out / name if len(tasks) > 1 else options.out
         draw_task(name, rows, options.target, folder)
-    with blaming_input():
-        renew_pages(options.runs)
+    renew_pages(options.runs)
 
 
 if __name__ == "__main__":

@@ -21,25 +21,18 @@ NOTHING = "-"
 
 
 def tabulate(comparisons):
-    """The tables of some Comparisons in Markdown: {title: table}."""
-    tables = {}
-
-    def add(named):
-        for title, table in named.items():
-            while title in tables:  # titles have three digits
-                title += ", too"
-            tables[title] = table
-
+    """The tables of some Comparisons in Markdown, a list of (title, table)."""
+    tables = []
     for comparison in comparisons:
         groups = summarize_groups(comparison)
         best = groups.drop_duplicates(["method", "batch"])
         best = best.sort_values(["place", "batch"], kind="stable")
-        add(tabulate_best(best, comparison, find_rivals(groups)))
-        if comparison.target is None:
-            add(tabulate_costs(best, comparison))
+        tables.append(tabulate_best(best, comparison, find_rivals(groups)))
+        if comparison.target is None and comparison.table.seconds.notna().any():
+            tables.append(tabulate_costs(best, comparison))
         for _, of_method in groups.groupby("place"):
             if of_method.batch.duplicated().any():
-                add(tabulate_settings(of_method, comparison))
+                tables.append(tabulate_settings(of_method, comparison))
     return tables
 
 
@@ -63,7 +56,7 @@ def tabulate_best(best, comparison, rivals):
 
 
 def tabulate_costs(best, comparison):
-    """The table of what a step costs; it is left out if no log tells the seconds."""
+    """The table of what a step costs."""
     lines = []
     for group in best.itertuples():
         cost = measure_cost(comparison, group)
@@ -72,10 +65,8 @@ def tabulate_costs(best, comparison):
         line["kJ"] = format_digits(cost["joules"] / 1000)
         line["tokens read"] = format_count(cost["tokens"])
         line["by line search"] = format_share(cost["of_line_search"])
-        line["device"] = group.device
+        line["device"] = cost["device"]
         lines.append(line)
-    if all(line["seconds"] == NOTHING for line in lines):
-        return {}
     return title_table(f"Costs of a step, {describe_question(comparison)}", lines)
 
 
@@ -92,20 +83,21 @@ def tabulate_settings(groups, comparison):
 
 
 def title_table(title, lines):
-    """{title: table}, without the columns that say nothing."""
+    """(title, table), without the columns that say nothing. The title names the only batch."""
     batches = {line["batch"] for line in lines}
     if len(batches) == 1:
         title += f", batch {batches.pop()}"
-        lines = drop(lines, "batch")
+        drop(lines, "batch")
     for name in ("setting", "lowest", "highest", "kJ"):
         if all(line.get(name) == NOTHING for line in lines):
-            lines = drop(lines, name)
-    return {title: format_table(lines)}
+            drop(lines, name)
+    return title, format_table(lines)
 
 
 def drop(lines, name):
-    """Lines without a column."""
-    return [{other: cell for other, cell in line.items() if other != name} for line in lines]
+    """Removes a column from lines."""
+    for line in lines:
+        del line[name]
 
 
 def describe_question(comparison):

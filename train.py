@@ -292,9 +292,8 @@ def parse(argv):
     about = f"{__doc__ or ''}\n{shown}"
     given = flags.parse(argv, groups, values, about, others, MEANT)
     if "tokenizer" in given:
-        values["vocab_size"] = (
-            0  # as many ids as it has: the model's number goes with its tokenizer
-        )
+        # All ids that it has: the number of the model belongs to the model's own tokenizer.
+        values["vocab_size"] = 0
     if "schedule" in given or "line_search" in given:
         # The tuned warm-up and average belong to the tuned schedule and line search.
         for name in {"warmup_steps", "average"} & tuned.keys():

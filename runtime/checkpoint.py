@@ -33,8 +33,8 @@ from runtime.command import BadInput
 ROOT = Path(__file__).resolve().parents[1]  # of the project
 ROOMS = ("", "kernels", "text", "runtime")  # folders of the code that a run uses
 # Files that decide nothing in a run.
-SHOWING = {"bench", "comparison", "experiments", "packed", "pages", "plot", "report", "sample"}
-SHOWING |= {"tables", "tutorial"}
+SHOWING = {"bench", "comparison", "energy", "experiments", "packed", "pages", "plot", "report"}
+SHOWING |= {"sample", "tables", "tutorial"}
 
 
 # ---- arrays ----

@@ -57,8 +57,9 @@ def parse(line, place):
     """The run of a line. Raises ValueError if it is none."""
     try:
         run = json.loads(line)
-        parts = [run["config"], run["about"], *run["rows"]]
-        is_run = isinstance(run["rows"], list) and all(isinstance(part, dict) for part in parts)
+        rows = run["rows"]
+        parts = [run["config"], run["about"], *rows]
+        is_run = isinstance(rows, list) and {type(part) for part in parts} == {dict}
     except files.UNREADABLE:
         is_run = False
     if not is_run:
@@ -88,7 +89,11 @@ def shorten(run):
     """A run without the nulls in its rows, and with six digits of each number."""
     rows = []
     for row in run["rows"]:
-        rows.append({name: shorten_number(row[name]) for name in row if row[name] is not None})
+        numbers = {}
+        for name, value in row.items():
+            if value is not None:
+                numbers[name] = shorten_number(value)
+        rows.append(numbers)
     return run | {"rows": rows}
 
 

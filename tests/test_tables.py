@@ -10,7 +10,7 @@ from comparison import compare_at_tokens, compare_to_targets, read_runs
 def read_tables(comparisons):
     """{title: lines}, each line a dict {column: cell}, of the Markdown of some Comparisons."""
     found = {}
-    for title, text in tables.tabulate(comparisons).items():
+    for title, text in tables.tabulate(comparisons):
         header, rule, *rows = text.splitlines()
         assert len({len(line) for line in (header, rule, *rows)}) == 1  # columns are aligned
         assert set(rule) <= set("|-: ")
