@@ -3,11 +3,13 @@
 An experiment is a list of commands of train.py, many of them grids. Its runs are trained one after
 another. A run that has come to its end, or has diverged, is added to the file results/NAME.jsonl. A
 run that this file has is not trained again. So an experiment can be done in pieces: the same
-command continues it, also on another machine that has the file.
+command continues it, also on another machine that has the file. Several commands may run at once,
+such as one for each GPU: each takes the next run that no other is training.
 
     python experiments.py                           lists the experiments and how far they are
     python experiments.py tiny                      trains what is missing of one
     python experiments.py 5m-grids --data TEXT --minutes 9      saves and stops after 9 minutes
+    CUDA_VISIBLE_DEVICES=1 python experiments.py 5m-grids --data TEXT      beside it, on another GPU
     python experiments.py --pack results/my.jsonl runs/*        keeps runs that train.py made
 
 `python plot.py results/*.jsonl` then draws them, and renews the figures and tables of the pages.
@@ -21,7 +23,7 @@ import signal
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,18 +77,33 @@ TINY_GRIDS = """
 """
 
 # 25 steps of 4m tokens: 20 tokens per parameter. The line search may read an eighth of a batch, so
-# that all of a run fits into 120m tokens of text, and nothing is read twice.
+# that a run reads at most 118m tokens.
 SMALL = "--model 5m --batch 4m --dtype bfloat16"
 SMALL_GRIDS = """
---method gn,layerwise_gn --line-search-tokens 500k --schedule 'global cosine' --lr 0.003,0.01,0.03
+--method gn --line-search-tokens 500k --schedule 'global cosine' --lr 0.003,0.01,0.03
+--method gn --line-search-tokens 500k --schedule 'global cosine' --line-search 10 --lr 0.01,0.02
 --method gn --line-search-tokens 500k --schedule 'constant+inner cosine' --lr 0.003,0.01
+--method gn_prox --schedule 'global cosine' --average 0 --lr 0.003,0.01,0.02,0.03
+--method layerwise_gn --line-search-tokens 500k --schedule 'global cosine' --lr 0.003,0.01,0.03
 --method layerwise_gn --line-search-tokens 500k --schedule 'constant+inner cosine' --lr 0.003,0.01
---method gn_prox --schedule 'global cosine,constant+inner cosine' --average 0,0.99 --lr 0.003,0.01
 --method soap --schedule constant,cosine --warmup-steps 5 --lr 0.003,0.01,0.03
+--method soap --schedule constant --warmup-steps 5 --average 0,0.4 --lr 0.005
+--method soap --schedule constant --warmup-steps 2 --lr 0.003
 --method soap --schedule constant --warmup-steps 5 --b2 0.7 --average 0.3 --lr 0.003,0.01,0.03
 --method muon --schedule constant,cosine --warmup-steps 5 --lr 0.01,0.03,0.1
---method muon --schedule constant --warmup-steps 5 --average 0.4 --lr 0.01,0.03,0.1
---method adamw --schedule constant,cosine --warmup-steps 5 --b2 0.95,0.99 --lr 0.003,0.01
+--method muon --schedule constant --warmup-steps 5 --average 0.4 --lr 0.01,0.02,0.03
+--method muon --schedule constant --warmup-steps 5 --average 0.4 --lr 0.03 --momentum 0.9
+--method adamw --schedule constant --warmup-steps 5 --b2 0.95,0.99 --lr 0.003,0.01
+"""
+# The target is what Gauss-Newton comes to in 9 of 10 steps.
+SMALL_TARGET = """
+--method gn --line-search-tokens 500k --schedule 'global cosine' --lr 0.01 --steps 10
+--method gn --line-search-tokens 500k --schedule 'global cosine' --lr 0.01 --steps 10 \
+    --inner-epochs 2
+--method gn_prox --schedule 'global cosine' --average 0 --lr 0.006 --steps 10
+--method soap --schedule constant --warmup-steps 5 --lr 0.003 --steps 150 --target-loss 3.21
+--method muon --schedule constant --warmup-steps 5 --average 0.4 --lr 0.03 --steps 300 \
+    --target-loss 3.21
 """
 
 EXPERIMENTS = {
@@ -102,6 +119,11 @@ EXPERIMENTS = {
     ),
     "tiny-grids": Experiment("What is the best setting of each method?", TINY, TINY_GRIDS),
     "5m-grids": Experiment("The same, for a model of 5m parameters", SMALL, SMALL_GRIDS),
+    "5m-target": Experiment(
+        "How many steps do the baselines need to where Gauss-Newton is after 9?",
+        SMALL,
+        SMALL_TARGET,
+    ),
 }
 
 
@@ -178,30 +200,63 @@ def has_ended(saved):
 
 
 def train_missing(name, tasks, minutes):
-    """Trains Tasks, and adds each to the file of its experiment when it has ended.
+    """Trains the Tasks of an experiment that no other process trains.
 
     Returns the exit status: 0 if all have ended, else that of the run that did not. Raises Stop
     when the minutes are over, or if a signal came.
     """
-    file = results_of(name)
     start = time.monotonic()
     with Signals(), stopping_after(minutes):
-        for number, (words, run) in enumerate(tasks, 1):
+        for number, task in enumerate(tasks, 1):
             if minutes and time.monotonic() - start > 60 * minutes:
                 raise Stop(signal.SIGTERM)  # the signal came when the run before was at its end
-            folder = run.config.out
-            print(f"\n==== {name}: run {number} of {len(tasks)} that are missing: {folder}")
-            if jax.default_backend() == "cpu":
-                jax.clear_caches()  # a process there can map only so many compiled programs
-            status = train.main(words)
-            if status not in (0, 1):  # 1: maybe it has diverged
+            with ExitStack() as stack:
+                if not claim(stack, name, task):
+                    continue
+                title = f"run {number} of {len(tasks)} that are missing: {task.run.config.out}"
+                print(f"\n==== {name}: {title}")
+                status = train_one(name, task)
+            if status:
                 return status
-            saved = packed.pack(folder)
-            if not has_ended(saved):
-                return status or 1
-            check_text(file, saved, folder)
-            packed.add(file, [saved])
-    print(f"{file} has all runs")
+
+    file = results_of(name)
+    missing = find_missing(tasks, packed.read(file))
+    rest = f" but {len(missing)}, which other processes train" if missing else ""
+    print(f"{file} has all runs{rest}")
+    return 0
+
+
+def claim(stack, name, task):
+    """Whether a Task is to be trained by this process, and not by another one, now or before.
+
+    The claim ends with the ExitStack. Of the processes of one run, the first decides.
+    """
+    is_mine = False
+    if jax.process_index() == 0:
+        lock = Path(f"runs/{name}/locks") / Path(task.run.config.out).name
+        with suppress(BlockingIOError):
+            stack.enter_context(files.locked(lock, wait=False))
+            is_mine = bool(find_missing([task], packed.read(results_of(name))))
+    return bool(parallel.largest(int(is_mine)))
+
+
+def train_one(name, task):
+    """Trains a Task, and adds it to the file of its experiment if it has ended.
+
+    Returns the exit status: 0 if it has ended, also if it has diverged.
+    """
+    folder = task.run.config.out
+    if jax.default_backend() == "cpu":
+        jax.clear_caches()  # a process there can map only so many compiled programs
+    status = train.main(task.words)
+    if status not in (0, 1):  # 1: maybe it has diverged
+        return status
+    saved = packed.pack(folder)
+    if not has_ended(saved):
+        return status or 1
+    file = results_of(name)
+    check_text(file, saved, folder)
+    packed.add(file, [saved])
     return 0
 
 

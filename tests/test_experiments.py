@@ -12,7 +12,7 @@ from logs import Run
 
 import experiments
 import train
-from runtime import packed
+from runtime import files, packed
 from text.tokenizer import tokenizer
 
 ROOT = Path(train.__file__).parent
@@ -55,6 +55,31 @@ def test_an_experiment_makes_what_its_file_lacks(two_rates, capsys):
     assert packed_rates() == [0.02, 0.01]
 
 
+def test_commands_beside_each_other_train_each_run_once(two_rates, capsys, monkeypatch):
+    """One passes over what another trains now, and over what it has trained since."""
+    first, second = experiments.tasks_of("two-rates")
+    lock = Path("runs/two-rates/locks") / Path(first.run.config.out).name
+    with files.locked(lock):
+        assert experiments.main(["two-rates"]) == 0
+    assert packed_rates() == [0.02]
+    said = capsys.readouterr().out
+    assert said.endswith(f"{FILE} has all runs but 1, which other processes train\n")
+
+    of_the_other = packed.read(FILE)
+    FILE.unlink()
+    original = train.main
+
+    def train_beside_another(words):
+        assert words == first.words
+        packed.add(FILE, of_the_other)
+        return original(words)
+
+    monkeypatch.setattr(train, "main", train_beside_another)
+    assert experiments.main(["two-rates"]) == 0
+    assert packed_rates() == [0.02, 0.01]
+    assert capsys.readouterr().out.endswith(f"{FILE} has all runs\n")
+
+
 def test_a_run_that_stops_is_not_packed_and_goes_on_later(two_rates, monkeypatch):
     """The others are kept. What comes after it is not begun."""
     original = train.main
@@ -80,9 +105,9 @@ def test_a_run_that_diverges_is_packed_and_the_next_one_made(two_rates, monkeypa
     def diverge(words):
         if "0.01" not in words:
             return original(words)
-        Run(Path(words[-1]).parent, "adamw", lr=0.01).diverge()
-        (made,) = Path(words[-1]).parent.iterdir()
-        made.rename(words[-1])
+        made = Run(Path(words[-1]).parent, "adamw", lr=0.01)
+        made.diverge()
+        Path(made.folder).rename(words[-1])
         return 1
 
     Path("runs/two-rates").mkdir(parents=True)

@@ -202,3 +202,55 @@ def test_where_an_inner_loop_starts_and_how_often_it_reads_matters_as_is_said():
     (words,) = words_of("RESULTS.md")
     assert f"costs {losses[True, 1] - losses[False, 1]:.2f}, a second pass gains" in words
     assert f"gains {losses[False, 1] - losses[False, 2]:.2f}." in words
+
+
+def test_gauss_newton_at_5m_is_as_far_as_is_said():
+    """From the baseline, from prox-linear, and from its own best setting."""
+    asked, groups = groups_of("results/5m-grids.jsonl")
+    (rival,) = comparison.find_rivals(groups).values()
+    assert rival.method == "soap"
+
+    def find(method, lr, **more):
+        """The group of a setting with the schedule `global cosine`."""
+        flags = {"method": method, "lr": lr, "schedule": "global cosine"} | more
+        has_flags = [flags.items() <= setting.items() for setting in groups.setting]
+        (found,) = groups[has_flags].itertuples()
+        return found
+
+    gn = find("gn", 0.01, line_search=5)
+    best = groups[groups.method == "gn"].iloc[0]
+    prox = find("gn_prox", 0.01)
+    slow_prox = find("gn_prox", 0.003)
+    (words,) = words_of("RESULTS.md")
+    for group in (gn, slow_prox):
+        assert comparison.count_steps_to(asked, group, rival) == {0: 5}
+    assert f"ends {gn.loss - best.loss:.3f} higher than at its best setting" in words
+    assert f"Prox-linear ends {best.loss - prox.loss:.3f} below full Gauss-Newton" in words
+    assert f"in 5 steps, and ends at {slow_prox.loss:.3f}" in words
+    many = find("gn", 0.01, line_search=10)
+    assert f"({many.loss:.3f} with them, {gn.loss:.3f} without)" in words
+
+    def step_sizes(group):
+        return asked.table[asked.table.run == group.runs[0]].alpha.iloc[1:]
+
+    assert set(step_sizes(gn).iloc[:21].round(2)) == {0.25, 0.35}
+    assert (step_sizes(gn).iloc[21:] > 0.35).all()
+    refused = (step_sizes(find("gn", 0.03)) == 0).sum()
+    assert f"{refused} of the 25 steps are refused" in words
+
+
+def test_it_takes_so_many_steps_at_5m_to_the_target():
+    table = comparison.read_runs([pages.ROOT / "results/5m-target.jsonl"])
+    (asked,) = comparison.compare_to_targets(table, 3.21)
+    groups = comparison.summarize_groups(asked)
+    steps = groups.drop_duplicates("method").set_index("method").steps_to_target
+    (words,) = words_of("RESULTS.md")
+    assert f"below 3.21 after {steps.gn:.0f} steps of a run of 10, and prox-linear" in words
+    assert f"prox-linear after {steps.gn_prox:.0f}" in words
+    assert f"SOAP needs {steps.soap:.0f} steps and Muon {steps.muon:.0f}: " in words
+    ratios = f"{steps.soap / steps.gn:.1f} and {steps.muon / steps.gn:.1f} times as many"
+    assert ratios in words
+    losses = {}
+    for group in groups[groups.method == "gn"].itertuples():
+        losses[group.setting["inner_epochs"]] = group.loss
+    assert f"10 steps end at {losses[2]:.3f} instead of {losses[1]:.3f}" in words
