@@ -78,8 +78,8 @@ TINY_GRIDS = """
 
 # 25 steps of 4m tokens: 20 tokens per parameter. The line search may read an eighth of a batch, so
 # that a run reads at most 118m tokens.
-SMALL = "--model 5m --batch 4m --dtype bfloat16"
-SMALL_GRIDS = """
+FIVE_M = "--model 5m --batch 4m --dtype bfloat16"
+FIVE_M_GRIDS = """
 --method gn --line-search-tokens 500k --schedule 'global cosine' --lr 0.003,0.01,0.03
 --method gn --line-search-tokens 500k --schedule 'global cosine' --line-search 10 --lr 0.01,0.02
 --method gn --line-search-tokens 500k --schedule 'constant+inner cosine' --lr 0.003,0.01
@@ -95,15 +95,12 @@ SMALL_GRIDS = """
 --method muon --schedule constant --warmup-steps 5 --average 0.4 --lr 0.03 --momentum 0.9
 --method adamw --schedule constant --warmup-steps 5 --b2 0.95,0.99 --lr 0.003,0.01
 """
-# The target is what Gauss-Newton comes to in 9 of 10 steps.
-SMALL_TARGET = """
---method gn --line-search-tokens 500k --schedule 'global cosine' --lr 0.01 --steps 10
---method gn --line-search-tokens 500k --schedule 'global cosine' --lr 0.01 --steps 10 \
-    --inner-epochs 2
+# The target is what Gauss-Newton comes to after 9 of 10 steps.
+FIVE_M_TARGET = """
+--method gn --line-search-tokens 500k --schedule 'global cosine' --steps 10 --inner-epochs 1,2
 --method gn_prox --schedule 'global cosine' --average 0 --lr 0.006 --steps 10
---method soap --schedule constant --warmup-steps 5 --lr 0.003 --steps 150 --target-loss 3.21
---method muon --schedule constant --warmup-steps 5 --average 0.4 --lr 0.03 --steps 300 \
-    --target-loss 3.21
+--method soap --schedule constant --warmup-steps 5 --lr 0.003 --target-loss 3.21 --steps 150
+--method muon --schedule constant --warmup-steps 5 --average 0.4 --target-loss 3.21 --steps 300
 """
 
 EXPERIMENTS = {
@@ -118,17 +115,17 @@ EXPERIMENTS = {
         "--method gn --restart false,true --inner-epochs 1,2 --seed 0,1,2",
     ),
     "tiny-grids": Experiment("What is the best setting of each method?", TINY, TINY_GRIDS),
-    "5m-grids": Experiment("The same, for a model of 5m parameters", SMALL, SMALL_GRIDS),
+    "5m-grids": Experiment("The same, for a model of 5m parameters", FIVE_M, FIVE_M_GRIDS),
     "5m-target": Experiment(
-        "How many steps do the baselines need to where Gauss-Newton is after 9?",
-        SMALL,
-        SMALL_TARGET,
+        "How many steps do the baselines need to the loss that Gauss-Newton has after 9?",
+        FIVE_M,
+        FIVE_M_TARGET,
     ),
 }
 
 
 # The flags in which two commands for one run may differ. Of the text, the path may differ.
-MAY_DIFFER = (*train.flags_that_may_differ(tied_by="some flag"), "data", "save_every")
+MAY_DIFFER = ("out", "data", "tokens", "micro_batch", "save_every")
 
 
 # ---- what there is to do -------------------------------------------------------------------------
@@ -138,7 +135,7 @@ class Task(NamedTuple):
     """A run of an experiment."""
 
     words: list  # the command line of train.py
-    run: Any  # the train.Run that they mean
+    run: Any  # the train.Run that they describe
 
 
 def results_of(name):
@@ -158,10 +155,10 @@ def tasks_of(name, data=None):
         words = shlex.split(f"{experiment.common} {line}")
         if data:
             words += ["--data", data]
-        for one in flags.expand(words):
-            run = train.configure(one, home=f"runs/{name}")
+        for words_of_run in flags.expand(words):
+            run = train.configure(words_of_run, home=f"runs/{name}")
             folder = run.config.out
-            tasks[folder, run.last_step] = Task([*one, "--out", folder], run)
+            tasks[folder, run.last_step] = Task([*words_of_run, "--out", folder], run)
     return [*tasks.values()]
 
 
@@ -176,13 +173,18 @@ def find_missing(tasks, saved_runs):
 
 
 def is_same(saved, run):
-    """Whether a packed run has the flags of a Run, as far as they make a run."""
-    asked = json.loads(json.dumps(run.values))  # as JSON has it
+    """Whether a packed run was made with the flags of a Run, but for those that may differ."""
     fields = train.fields_of_all(run.config.method)
-    then = {name: flag.default for name, flag in fields.items()}  # of flags that it is older than
-    then |= saved["config"]
-    names = asked.keys() - MAY_DIFFER
-    return all(then.get(name) == asked[name] for name in names)
+    defaults = {name: flag.default for name, flag in fields.items()}  # for flags that are newer
+    flags_then = defaults | saved["config"]
+    flags_now = flags_that_count(run)
+    return all(flags_then.get(name) == value for name, value in flags_now.items())
+
+
+def flags_that_count(run):
+    """The flags of a Run as JSON has them, but for those in which its commands may differ."""
+    as_json = json.loads(json.dumps(run.values))
+    return {name: value for name, value in as_json.items() if name not in MAY_DIFFER}
 
 
 def has_ended(saved):
@@ -200,61 +202,63 @@ def has_ended(saved):
 
 
 def train_missing(name, tasks, minutes):
-    """Trains the Tasks of an experiment that no other process trains.
+    """Trains the Tasks of an experiment, but for those that another command trains.
 
-    Returns the exit status: 0 if all have ended, else that of the run that did not. Raises Stop
-    when the minutes are over, or if a signal came.
+    Returns the exit status: 0 if all that it has trained have ended, else that of the run that did
+    not. Raises Stop when the minutes are over, or if a signal came.
     """
+    file = results_of(name)
     start = time.monotonic()
     with Signals(), stopping_after(minutes):
         for number, task in enumerate(tasks, 1):
             if minutes and time.monotonic() - start > 60 * minutes:
                 raise Stop(signal.SIGTERM)  # the signal came when the run before was at its end
-            with ExitStack() as stack:
-                if not claim(stack, name, task):
+            with claimed(name, task) as is_mine:
+                if not is_mine:
                     continue
                 title = f"run {number} of {len(tasks)} that are missing: {task.run.config.out}"
                 print(f"\n==== {name}: {title}")
-                status = train_one(name, task)
+                status = train_one(file, task)
             if status:
                 return status
 
-    file = results_of(name)
-    missing = find_missing(tasks, packed.read(file))
-    rest = f" but {len(missing)}, which other processes train" if missing else ""
-    print(f"{file} has all runs{rest}")
+    left = len(find_missing(tasks, packed.read(file)))
+    if left:
+        print(f"missing runs: {left}; if no other command trains them, give this one again")
+    else:
+        print(f"{file} has all runs")
     return 0
 
 
-def claim(stack, name, task):
-    """Whether a Task is to be trained by this process, and not by another one, now or before.
+@contextmanager
+def claimed(name, task):
+    """Within it, no other command trains a Task.
 
-    The claim ends with the ExitStack. Of the processes of one run, the first decides.
+    Yields False if another one trains it now, or has added it to the file of the experiment since.
     """
-    is_mine = False
-    if jax.process_index() == 0:
-        lock = Path(f"runs/{name}/locks") / Path(task.run.config.out).name
+    lock = Path(f"runs/{name}/locks") / files.digest(flags_that_count(task.run))[:12]
+    with ExitStack() as stack:
+        is_mine = False
         with suppress(BlockingIOError):
             stack.enter_context(files.locked(lock, wait=False))
             is_mine = bool(find_missing([task], packed.read(results_of(name))))
-    return bool(parallel.largest(int(is_mine)))
+        yield is_mine
 
 
-def train_one(name, task):
-    """Trains a Task, and adds it to the file of its experiment if it has ended.
+def train_one(file, task):
+    """Trains a Task, and adds it to a file if it has ended.
 
     Returns the exit status: 0 if it has ended, also if it has diverged.
     """
     folder = task.run.config.out
     if jax.default_backend() == "cpu":
-        jax.clear_caches()  # a process there can map only so many compiled programs
+        jax.clear_caches()  # on a CPU, a process can map only so many compiled programs
     status = train.main(task.words)
     if status not in (0, 1):  # 1: maybe it has diverged
         return status
     saved = packed.pack(folder)
     if not has_ended(saved):
-        return status or 1
-    file = results_of(name)
+        return 1
     check_text(file, saved, folder)
     packed.add(file, [saved])
     return 0
@@ -299,7 +303,7 @@ def pack(file, folders):
     print(f"{file}: {added} of {len(found)} runs were added, the others are in it")
 
 
-def show():
+def list_experiments():
     """Lists the experiments, with what they ask and how many of their runs are there."""
     for name, experiment in EXPERIMENTS.items():
         try:
@@ -326,6 +330,8 @@ def parse(words):
     flags.check_range(options, ["minutes"], least=0)
     if options.pack and (options.name or len(options.pack) == 1):
         raise ValueError("--pack takes a file and the folders of runs, and no experiment")
+    if not options.name and (options.data or options.minutes):
+        raise ValueError("--data and --minutes need the name of an experiment")
     return options
 
 
@@ -339,8 +345,10 @@ def main(words):
             pack(file, folders)
             return 0
         parallel.start()  # before train.py asks JAX for devices
+        if jax.process_count() > 1:
+            raise ValueError("experiments.py is no run of several processes; start train.py so")
         if not options.name:
-            show()
+            list_experiments()
             return 0
         name = options.name
         files.check_writable("results")

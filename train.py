@@ -14,7 +14,7 @@ the method. Commas between the values of a flag make a grid: one run for each co
 import math
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -522,14 +522,37 @@ def warm_up(session):
     key = warm_up_key(session)
     path = Path("data") / f"warmup-{key[:12]}.npz"
     like = {"params": params, "loss": jnp.zeros(()), "code": code_bytes()}
-    found = find_warm_up(run, path, like)
-    if found is None:
-        found = make_warm_up(session, params, key)
-        checkpoint.save(path, found, shared=True)
-    else:
-        checkpoint.warn_of_other_code(path, np.asarray(found["code"]).tobytes().hex())
+    with as_only_maker(session, path):
+        found = find_warm_up(run, path, like)
+        if found is None:
+            found = make_warm_up(session, params, key)
+            checkpoint.save(path, found, shared=True)
+        else:
+            checkpoint.warn_of_other_code(path, np.asarray(found["code"]).tobytes().hex())
     checkpoint.remove(unfinished(run))
     return found["params"], found["loss"]
+
+
+@contextmanager
+def as_only_maker(session, path):
+    """Within it, no other run makes the warm-up of a path. Before, it waits for one that does.
+
+    On a GPU, a warm-up that is made twice does not end with the same bits. A run of several
+    processes does not wait, as those that wait for its first process would give up.
+    """
+    with ExitStack() as stack:
+        waits = False
+        while jax.process_count() == 1:
+            try:
+                stack.enter_context(files.locked(path.with_suffix(".lock"), wait=False))
+                break
+            except BlockingIOError:
+                if not waits:
+                    print("waits for another run, which makes the same warm-up")
+                waits = True
+                live.safe_point(session.signals, session.saver)
+                time.sleep(0.2)
+        yield
 
 
 def warm_up_key(session):

@@ -1,6 +1,7 @@
 """An experiment is made in pieces, none of its runs twice, and its file has them all."""
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ from logs import Run
 
 import experiments
 import train
-from runtime import files, packed
+from runtime import packed
 from text.tokenizer import tokenizer
 
 ROOT = Path(train.__file__).parent
@@ -58,12 +59,12 @@ def test_an_experiment_makes_what_its_file_lacks(two_rates, capsys):
 def test_commands_beside_each_other_train_each_run_once(two_rates, capsys, monkeypatch):
     """One passes over what another trains now, and over what it has trained since."""
     first, second = experiments.tasks_of("two-rates")
-    lock = Path("runs/two-rates/locks") / Path(first.run.config.out).name
-    with files.locked(lock):
+    same_text = train.configure([*first.words, "--data", str(Path("text.txt").absolute())])
+    with experiments.claimed("two-rates", first._replace(run=same_text)) as is_mine:
+        assert is_mine
         assert experiments.main(["two-rates"]) == 0
     assert packed_rates() == [0.02]
-    said = capsys.readouterr().out
-    assert said.endswith(f"{FILE} has all runs but 1, which other processes train\n")
+    assert "missing runs: 1; if no other command trains them" in capsys.readouterr().out
 
     of_the_other = packed.read(FILE)
     FILE.unlink()
@@ -128,15 +129,16 @@ def test_a_run_has_ended_at_its_steps_or_its_target(tmp_path):
 
 def test_a_failure_that_is_no_divergence_ends_an_experiment(two_rates, monkeypatch):
     """Such as a full disk; and what is in the folder of a refused run is not taken for it."""
-    for status in (1, 2):
+    (task, *_) = experiments.tasks_of("two-rates")
+    for status, rows in ((1, 0), (1, 2), (2, 9)):
         monkeypatch.setattr(train, "main", lambda words, status=status: status)
         Path("runs/two-rates").mkdir(parents=True, exist_ok=True)
-        made = Run(Path("runs/two-rates"), "adamw", lr=0.01)
-        (task, *_) = experiments.tasks_of("two-rates")
-        if status == 2:
-            Path(made.folder).rename(task.run.config.out)
+        made = Run(Path("runs/two-rates"), "adamw", lr=0.01).cut(rows)
+        assert len(made.losses) == rows
+        Path(made.folder).rename(task.run.config.out)
         assert experiments.main(["two-rates"]) == status
         assert not FILE.exists()
+        shutil.rmtree(task.run.config.out)
 
 
 def test_runs_on_several_texts_are_not_mixed(two_rates, capsys):
@@ -219,6 +221,7 @@ def test_a_damaged_file_is_said_and_kept(two_rates, capsys):
         (["tiny", "--data", "nowhere"], "nowhere"),
         (["--pack", "x.jsonl", "nowhere"], "nowhere does not exist"),
         (["--pack", "x.jsonl"], "--pack takes a file and the folders of runs"),
+        (["--minutes", "9"], "--data and --minutes need the name of an experiment"),
     ],
 )
 def test_bad_input_is_said_in_one_line(here, capsys, words, says):

@@ -186,7 +186,7 @@ def test_the_runs_on_another_machine_end_as_near_as_is_said():
     assert differences[FAMILY].max() <= 0.0003
     assert differences.max() <= 0.003
     (words,) = words_of("RESULTS.md")
-    assert "within 0.0003 of these with the three Gauss-Newton methods, and within 0.003" in words
+    assert "at most 0.0003 with the three Gauss-Newton methods, and by at most 0.003" in words
 
 
 def test_where_an_inner_loop_starts_and_how_often_it_reads_matters_as_is_said():
@@ -200,8 +200,10 @@ def test_where_an_inner_loop_starts_and_how_often_it_reads_matters_as_is_said():
     assert f"it is {losses[False, 2]:.3f}, and with both {losses[True, 2]:.3f}; no two" in words
     assert f"no two seeds differ by more than {widest:.3f}" in words
     (words,) = words_of("RESULTS.md")
-    assert f"costs {losses[True, 1] - losses[False, 1]:.2f}, a second pass gains" in words
-    assert f"gains {losses[False, 1] - losses[False, 2]:.2f}." in words
+    costs = [f"{losses[True, n] - losses[False, n]:.3f}" for n in (1, 2)]
+    assert f"costs {costs[0]} with one pass and {costs[1]} with two." in words
+    gains = [f"{losses[restart, 1] - losses[restart, 2]:.3f}" for restart in (False, True)]
+    assert f"gains {gains[0]} without a restart and {gains[1]} with one." in words
 
 
 def test_gauss_newton_at_5m_is_as_far_as_is_said():
@@ -224,7 +226,8 @@ def test_gauss_newton_at_5m_is_as_far_as_is_said():
     (words,) = words_of("RESULTS.md")
     for group in (gn, slow_prox):
         assert comparison.count_steps_to(asked, group, rival) == {0: 5}
-    assert f"ends {gn.loss - best.loss:.3f} higher than at its best setting" in words
+    assert comparison.count_steps_to(asked, best, rival) == {0: 6}
+    assert f"ends {gn.loss - best.loss:.3f} higher than its best setting" in words
     assert f"Prox-linear ends {best.loss - prox.loss:.3f} below full Gauss-Newton" in words
     assert f"in 5 steps, and ends at {slow_prox.loss:.3f}" in words
     many = find("gn", 0.01, line_search=10)
@@ -234,7 +237,9 @@ def test_gauss_newton_at_5m_is_as_far_as_is_said():
         return asked.table[asked.table.run == group.runs[0]].alpha.iloc[1:]
 
     assert set(step_sizes(gn).iloc[:21].round(2)) == {0.25, 0.35}
-    assert (step_sizes(gn).iloc[21:] > 0.35).all()
+    assert (step_sizes(gn).iloc[21:] > 0.36).all()
+    is_small = step_sizes(find("gn", 0.02)) < 0.25
+    assert [*is_small.index[is_small] - is_small.index[0] + 1] == [*range(4, 13)]
     refused = (step_sizes(find("gn", 0.03)) == 0).sum()
     assert f"{refused} of the 25 steps are refused" in words
 
@@ -245,9 +250,10 @@ def test_it_takes_so_many_steps_at_5m_to_the_target():
     groups = comparison.summarize_groups(asked)
     steps = groups.drop_duplicates("method").set_index("method").steps_to_target
     (words,) = words_of("RESULTS.md")
-    assert f"below 3.21 after {steps.gn:.0f} steps of a run of 10, and prox-linear" in words
-    assert f"prox-linear after {steps.gn_prox:.0f}" in words
-    assert f"SOAP needs {steps.soap:.0f} steps and Muon {steps.muon:.0f}: " in words
+    assert f"after {steps.gn:.0f} steps of a run of 10" in words
+    assert f"Prox-linear is there after {steps.gn_prox:.0f}," in words
+    assert f"SOAP needs {steps.soap:.0f} steps" in words
+    assert f"and Muon {steps.muon:.0f} at" in words
     ratios = f"{steps.soap / steps.gn:.1f} and {steps.muon / steps.gn:.1f} times as many"
     assert ratios in words
     losses = {}

@@ -2,9 +2,12 @@
 
 import importlib.util
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import jax
@@ -24,7 +27,7 @@ import plot
 import sample
 import train
 from line_search import line_search
-from runtime import checkpoint, command, flags, report
+from runtime import checkpoint, command, files, flags, report
 from text import tokenizer
 
 
@@ -308,6 +311,37 @@ def test_a_grid_holds_a_folder_only_while_it_works_there(here, capsys):
     assert run(*line) == 0 and len(rows(folders[1])) == 4
 
 
+def test_of_two_runs_one_makes_the_warm_up_and_the_other_waits_for_it(here, monkeypatch):
+    """Or they would not start from the same bits on a GPU. Ctrl-C ends the waiting."""
+    assert run("--method", "adamw", "--out", "a") == 0
+    (path,) = Path("data").glob("warmup-*.npz")
+    made = path.read_bytes()
+    path.unlink()
+    monkeypatch.setattr(train, "make_warm_up", None)  # it would fail
+
+    def run_beside_another(then):
+        """The status of a run that finds its warm-up in the making; then() is called as it says."""
+
+        def say(text, **options):
+            print(text, **options)
+            if text == "waits for another run, which makes the same warm-up":
+                then()
+
+        monkeypatch.setattr(train, "print", say, raising=False)
+        return run("--method", "muon", "--out", "b")
+
+    with ExitStack() as other_run:
+        other_run.enter_context(files.locked(path.with_suffix(".lock")))
+        assert run_beside_another(lambda: os.kill(os.getpid(), signal.SIGINT)) == 130
+
+        def finish():
+            path.write_bytes(made)
+            other_run.close()
+
+        assert run_beside_another(finish) == 0
+    assert rows("a")[0]["val_loss"] == rows("b")[0]["val_loss"]
+
+
 def test_a_warm_up_belongs_to_its_text(here):
     """Another text of the same name has another warm-up."""
     for out in ("a", "b"):
@@ -331,7 +365,7 @@ def test_a_diverging_warm_up_is_not_kept(here, capsys):
     line = ["--method", "gn", "--out", "r", "--warmup-tokens", "1024"]
     assert run(*line, "--warmup-lr", "1e38") == 1
     assert "try a smaller --warmup-lr" in capsys.readouterr().err
-    assert not list(Path("data").glob("warmup-*"))
+    assert not list(Path("data").glob("warmup-*.npz"))
 
 
 def test_a_diverging_run_ends_with_its_last_good_checkpoint_and_says_so_ever_after(
