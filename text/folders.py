@@ -22,7 +22,8 @@ from text import formats
 from text.formats import reader
 
 PACKAGES = {"__pycache__", "node_modules", "site-packages"}  # folders of other programs
-OWN = re.compile(r"lock|warmup.*\.npz|.*\.draft|.*-cache|.*-atime")  # the last two: JAX's programs
+# Files of this project in its own folders. The last two are JAX's compiled programs.
+OWN = re.compile(r"lock|warmup.*\.(npz|lock)|.*\.draft|.*-cache|.*-atime")
 HELD_OUT = {"validation", "valid", "val", "test"}
 SHOWN = 6  # kinds of files that are named
 
