@@ -232,9 +232,9 @@ def train_missing(name, tasks, minutes):
 
 @contextmanager
 def claimed(name, task):
-    """Within it, no other command trains a Task.
+    """Yields whether this command may train a Task. While it may, no other command does.
 
-    Yields False if another one trains it now, or has added it to the file of the experiment since.
+    It may not if another one trains it now, or has added it to the file of the experiment since.
     """
     lock = Path(f"runs/{name}/locks") / files.digest(flags_that_count(task.run))[:12]
     with ExitStack() as stack:
@@ -346,7 +346,7 @@ def main(words):
             return 0
         parallel.start()  # before train.py asks JAX for devices
         if jax.process_count() > 1:
-            raise ValueError("experiments.py is no run of several processes; start train.py so")
+            raise ValueError("experiments.py trains in one process; for several, start train.py")
         if not options.name:
             list_experiments()
             return 0
