@@ -94,6 +94,16 @@ FIVE_M_GRIDS = """
 --method muon --schedule constant --warmup-steps 5 --average 0.4 --lr 0.01,0.02,0.03
 --method muon --schedule constant --warmup-steps 5 --average 0.4 --lr 0.03 --momentum 0.9
 --method adamw --schedule constant --warmup-steps 5 --b2 0.95,0.99 --lr 0.003,0.01
+--method gn --line-search 0 --average 0.99 --schedule 'global cosine' --lr 0.003,0.01
+--method gn_prox --schedule 'global cosine' --average 0.99 --lr 0.01,0.02
+--method gn --line-search 0 --average 0 --schedule 'global cosine' --lr 0.003
+--method gn --line-search-tokens 500k --schedule 'global cosine' --lr 0.006
+--method gn --line-search-tokens 500k --schedule 'constant+inner cosine' --lr 0.01 --restart true
+--method gn --line-search-tokens 500k --schedule 'global cosine' --lr 0.01 --damping 0.0001
+--method gn --line-search-tokens 500k --schedule 'global cosine' --lr 0.003 --inner adamw
+--method gn_prox --schedule 'constant+inner cosine' --average 0.99 --lr 0.01
+--method adamw --schedule constant --warmup-steps 5 --b2 0.95 --lr 0.001
+--method adamw --schedule constant --warmup-steps 5 --b2 0.95 --average 0.4 --lr 0.003
 """
 # The target is what Gauss-Newton comes to after 9 of 10 steps.
 FIVE_M_TARGET = """
@@ -101,6 +111,26 @@ FIVE_M_TARGET = """
 --method gn_prox --schedule 'global cosine' --average 0 --lr 0.006 --steps 10
 --method soap --schedule constant --warmup-steps 5 --lr 0.003 --target-loss 3.21 --steps 150
 --method muon --schedule constant --warmup-steps 5 --average 0.4 --target-loss 3.21 --steps 300
+"""
+# At 12m tokens a batch, a run of 6 steps reads 72m tokens, without the line search.
+FIVE_M_12M = "--model 5m --batch 12m --dtype bfloat16 --target-loss 3.21"
+FIVE_M_12M_GRIDS = """
+--method gn --line-search-tokens 500k --schedule 'constant+inner cosine' --lr 0.01 --steps 8
+--method soap --schedule constant --warmup-steps 5 --lr 0.005,0.01 --steps 100
+--method muon --schedule constant --warmup-steps 5 --average 0.4 --lr 0.03,0.02 --steps 120
+--method gn --line-search-tokens 500k --schedule 'global cosine' --lr 0.01,0.006 --steps 6
+--method gn_prox --schedule 'global cosine' --average 0,0.99 --lr 0.006 --steps 6
+--method gn --line-search-tokens 500k --schedule 'constant+inner cosine' --lr 0.006 --steps 8
+--method gn_prox --schedule 'global cosine' --average 0 --lr 0.003 --steps 6
+"""
+# The best settings of 5m-grids.
+FIVE_M_BEST = """
+--method gn --line-search 10 --line-search-tokens 500k --schedule 'global cosine' --lr 0.02
+--method gn_prox --schedule 'global cosine' --average 0 --lr 0.01
+--method layerwise_gn --line-search-tokens 500k --schedule 'constant+inner cosine' --lr 0.01
+--method soap --schedule constant --warmup-steps 5 --average 0.4 --lr 0.005
+--method muon --schedule constant --warmup-steps 5 --average 0.4 --lr 0.02
+--method adamw --schedule constant --warmup-steps 5 --b2 0.95 --lr 0.003
 """
 
 EXPERIMENTS = {
@@ -120,6 +150,16 @@ EXPERIMENTS = {
         "How many steps do the baselines need to the loss that Gauss-Newton has after 9?",
         FIVE_M,
         FIVE_M_TARGET,
+    ),
+    "5m-12m-grids": Experiment(
+        "How many steps of 12m tokens does each method need to the same loss?",
+        FIVE_M_12M,
+        FIVE_M_12M_GRIDS,
+    ),
+    "5m": Experiment(
+        "How far does each method come, at its best setting and with other seeds?",
+        f"{FIVE_M} --seed 1,2,3",
+        FIVE_M_BEST,
     ),
 }
 

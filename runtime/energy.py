@@ -1,5 +1,6 @@
 """The energy that NVIDIA's GPUs use, as they count it themselves."""
 
+import os
 from functools import cache, partial
 
 import jax
@@ -8,8 +9,8 @@ import jax
 def joules():
     """Joules that the devices of this process have used since their driver was loaded.
 
-    None if that is not known: they are no NVIDIA GPUs, the package nvidia-ml-py is missing, or the
-    machine has other GPUs than those of this process, which would count, too.
+    None if that is not known: they are no NVIDIA GPUs, the package nvidia-ml-py is missing, or it
+    is not clear which of the machine's GPUs are those of this process.
     """
     counters = find_counters()
     try:
@@ -29,10 +30,16 @@ def find_counters():
         return []
     try:
         pynvml.nvmlInit()
-        count = pynvml.nvmlDeviceGetCount()
-        if count != jax.local_device_count():
+        names = visible_gpus(pynvml.nvmlDeviceGetCount())
+        if len(names) != jax.local_device_count():
             return []
-        devices = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(count)]
-    except pynvml.NVMLError:
+        devices = [pynvml.nvmlDeviceGetHandleByIndex(int(name)) for name in names]
+    except (pynvml.NVMLError, ValueError):  # a GPU may have a name that is no number
         return []
     return [partial(pynvml.nvmlDeviceGetTotalEnergyConsumption, device) for device in devices]
+
+
+def visible_gpus(count):
+    """The numbers, as strings, of those of a machine's GPUs that CUDA shows to this process."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [str(number) for number in range(count)] if visible is None else visible.split(",")

@@ -41,6 +41,7 @@ class Counters(types.ModuleType):
 def four_gpus(monkeypatch):
     """JAX has four devices in these tests, and says that they are GPUs."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     energy.find_counters.cache_clear()
     yield
     energy.find_counters.cache_clear()
@@ -50,6 +51,20 @@ def test_energy_is_the_sum_over_all_gpus_in_joules(four_gpus, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", Counters(4))
     assert energy.joules() == 6 + 4 * 0.5
     assert energy.joules() == 6 + 8 * 0.5
+
+
+def test_energy_is_that_of_the_visible_gpus(four_gpus, monkeypatch):
+    """Another process may use the others. The counters start at 0, 1, .. joules."""
+    monkeypatch.setitem(sys.modules, "pynvml", Counters(8))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3,4,7")
+    assert energy.joules() == 1 + 3 + 4 + 7 + 4 * 0.5
+
+
+@pytest.mark.parametrize("visible", ["1", "0,1,2,3,4", "GPU-1,GPU-2,GPU-3,GPU-4", ""])
+def test_energy_of_gpus_that_are_not_those_of_jax_is_not_known(four_gpus, monkeypatch, visible):
+    monkeypatch.setitem(sys.modules, "pynvml", Counters(8))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert energy.joules() is None
 
 
 @pytest.mark.parametrize("library", [None, Counters(8), Counters(4, has_counter=False)])
