@@ -23,13 +23,14 @@ import signal
 import sys
 import threading
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 import comparison
+import data
 import train
 from runtime import files, flags, packed, parallel
 from runtime.command import BadInput, Stop, blaming_input, command, say
@@ -76,61 +77,89 @@ TINY_GRIDS = """
 --method adamw --schedule cosine --b2 0.95 --warmup-steps 6 --lr 0.01,0.03
 """
 
+# The same tokens in other batches. The last line is the bound of Section 5: Muon on the true loss,
+# with a batch of one inner batch.
+TINY_BATCHES = """
+--method gn --batch 16384,32768,65536,131072,262144 --lr 0.02,0.01
+--method gn_prox --batch 16384,32768,65536,131072,262144 --lr 0.015,0.0075
+--method layerwise_gn --batch 16384,32768,65536,131072,262144 --lr 0.03,0.015
+--method soap --batch 16384,32768,65536,131072,262144 --lr 0.03,0.015
+--method muon --batch 16384,32768,65536,131072,262144 --lr 0.06,0.03
+--method adamw --batch 16384,32768,65536,131072,262144 --lr 0.015,0.0075
+--method muon --batch 1024 --schedule cosine --lr 0.02,0.01
+"""
+
 # 25 steps of 4m tokens: 20 tokens per parameter. The line search may read an eighth of a batch, so
 # that a run reads at most 118m tokens.
 FIVE_M = "--model 5m --batch 4m --dtype bfloat16"
-FIVE_M_GRIDS = """
---method gn --line-search-tokens 500k --schedule 'global cosine' --lr 0.003,0.01,0.03
---method gn --line-search-tokens 500k --schedule 'global cosine' --line-search 10 --lr 0.01,0.02
---method gn --line-search-tokens 500k --schedule 'constant+inner cosine' --lr 0.003,0.01
---method gn_prox --schedule 'global cosine' --average 0 --lr 0.003,0.01,0.02,0.03
---method layerwise_gn --line-search-tokens 500k --schedule 'global cosine' --lr 0.003,0.01,0.03
---method layerwise_gn --line-search-tokens 500k --schedule 'constant+inner cosine' --lr 0.003,0.01
---method soap --schedule constant,cosine --warmup-steps 5 --lr 0.003,0.01,0.03
---method soap --schedule constant --warmup-steps 5 --average 0,0.4 --lr 0.005
---method soap --schedule constant --warmup-steps 2 --lr 0.003
---method soap --schedule constant --warmup-steps 5 --b2 0.7 --average 0.3 --lr 0.003,0.01,0.03
---method muon --schedule constant,cosine --warmup-steps 5 --lr 0.01,0.03,0.1
---method muon --schedule constant --warmup-steps 5 --average 0.4 --lr 0.01,0.02,0.03
---method muon --schedule constant --warmup-steps 5 --average 0.4 --lr 0.03 --momentum 0.9
---method adamw --schedule constant --warmup-steps 5 --b2 0.95,0.99 --lr 0.003,0.01
+GN = "--method gn --line-search-tokens 500k"
+PROX = "--method gn_prox --schedule 'global cosine'"
+LAYERWISE = "--method layerwise_gn --line-search-tokens 500k"
+SOAP = "--method soap --schedule constant --warmup-steps 5"
+MUON = "--method muon --schedule constant --warmup-steps 5"
+ADAMW = "--method adamw --schedule constant --warmup-steps 5"
+FIVE_M_GRIDS = f"""
+{GN} --schedule 'global cosine' --lr 0.003,0.006,0.01,0.03
+{GN} --schedule 'global cosine' --line-search 10 --lr 0.01,0.02
+{GN} --schedule 'constant+inner cosine' --lr 0.003,0.01
+{GN} --schedule 'constant+inner cosine' --lr 0.01 --restart true
+{GN} --schedule 'global cosine' --lr 0.01 --damping 0.0001
+{GN} --schedule 'global cosine' --lr 0.003 --inner adamw
 --method gn --line-search 0 --average 0.99 --schedule 'global cosine' --lr 0.003,0.01
---method gn_prox --schedule 'global cosine' --average 0.99 --lr 0.01,0.02
 --method gn --line-search 0 --average 0 --schedule 'global cosine' --lr 0.003
---method gn --line-search-tokens 500k --schedule 'global cosine' --lr 0.006
---method gn --line-search-tokens 500k --schedule 'constant+inner cosine' --lr 0.01 --restart true
---method gn --line-search-tokens 500k --schedule 'global cosine' --lr 0.01 --damping 0.0001
---method gn --line-search-tokens 500k --schedule 'global cosine' --lr 0.003 --inner adamw
+{PROX} --average 0 --lr 0.003,0.01,0.02,0.03
+{PROX} --average 0.99 --lr 0.01,0.02
 --method gn_prox --schedule 'constant+inner cosine' --average 0.99 --lr 0.01
---method adamw --schedule constant --warmup-steps 5 --b2 0.95 --lr 0.001
---method adamw --schedule constant --warmup-steps 5 --b2 0.95 --average 0.4 --lr 0.003
+{LAYERWISE} --schedule 'global cosine' --lr 0.003,0.01,0.03
+{LAYERWISE} --schedule 'constant+inner cosine' --lr 0.003,0.01
+--method soap --schedule constant,cosine --warmup-steps 5 --lr 0.003,0.01,0.03
+{SOAP} --average 0,0.4 --lr 0.005
+--method soap --schedule constant --warmup-steps 2 --lr 0.003
+{SOAP} --b2 0.7 --average 0.3 --lr 0.003,0.01,0.03
+--method muon --schedule constant,cosine --warmup-steps 5 --lr 0.01,0.03,0.1
+{MUON} --average 0.4 --lr 0.01,0.02,0.03
+{MUON} --average 0.4 --lr 0.03 --momentum 0.9
+{ADAMW} --b2 0.95,0.99 --lr 0.003,0.01
+{ADAMW} --b2 0.95 --lr 0.001
+{ADAMW} --b2 0.95 --average 0.4 --lr 0.003
+"""
+FIVE_M_BEST = f"""
+{GN} --line-search 10 --schedule 'global cosine' --lr 0.02
+{PROX} --average 0 --lr 0.01
+{LAYERWISE} --schedule 'constant+inner cosine' --lr 0.01
+{SOAP} --average 0.4 --lr 0.005
+{MUON} --average 0.4 --lr 0.02
+{ADAMW} --b2 0.95 --lr 0.003
 """
 # The target is what Gauss-Newton comes to after 9 of 10 steps.
-FIVE_M_TARGET = """
---method gn --line-search-tokens 500k --schedule 'global cosine' --steps 10 --inner-epochs 1,2
---method gn_prox --schedule 'global cosine' --average 0 --lr 0.006 --steps 10
---method soap --schedule constant --warmup-steps 5 --lr 0.003 --target-loss 3.21 --steps 150
---method muon --schedule constant --warmup-steps 5 --average 0.4 --target-loss 3.21 --steps 300
+FIVE_M_TARGET = f"""
+{GN} --schedule 'global cosine' --steps 10 --inner-epochs 1,2
+{PROX} --average 0 --lr 0.006 --steps 10
+{SOAP} --lr 0.003 --target-loss 3.21 --steps 150
+{MUON} --average 0.4 --target-loss 3.21 --steps 300
 """
-# At 12m tokens a batch, a run of 6 steps reads 72m tokens, without the line search.
 FIVE_M_12M = "--model 5m --batch 12m --dtype bfloat16 --target-loss 3.21"
-FIVE_M_12M_GRIDS = """
---method gn --line-search-tokens 500k --schedule 'constant+inner cosine' --lr 0.01 --steps 8
---method soap --schedule constant --warmup-steps 5 --lr 0.005,0.01 --steps 100
---method muon --schedule constant --warmup-steps 5 --average 0.4 --lr 0.03,0.02 --steps 120
---method gn --line-search-tokens 500k --schedule 'global cosine' --lr 0.01,0.006 --steps 6
---method gn_prox --schedule 'global cosine' --average 0,0.99 --lr 0.006 --steps 6
---method gn --line-search-tokens 500k --schedule 'constant+inner cosine' --lr 0.006 --steps 8
---method gn_prox --schedule 'global cosine' --average 0 --lr 0.003 --steps 6
+FIVE_M_12M_GRIDS = f"""
+{GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.003,0.006,0.01
+{GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.006 --line-search 10
+{GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.006 --damping 0.00001,0.0001
+{GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.01 --damping 0.0001
+{GN} --schedule 'global cosine' --steps 6 --lr 0.003,0.006,0.01
+{GN} --schedule 'global cosine' --steps 6 --lr 0.006 --line-search 10
+{PROX} --average 0 --steps 6 --lr 0.003,0.006
+{PROX} --average 0.99 --steps 6 --lr 0.006
+{PROX} --average 0.99 --steps 4 --lr 0.006,0.01
+{LAYERWISE} --schedule 'constant+inner cosine' --steps 10 --lr 0.006
+{SOAP} --steps 100 --lr 0.005,0.01
+{MUON} --average 0.4 --steps 120 --lr 0.02,0.03
 """
-# The best settings of 5m-grids.
-FIVE_M_BEST = """
---method gn --line-search 10 --line-search-tokens 500k --schedule 'global cosine' --lr 0.02
---method gn_prox --schedule 'global cosine' --average 0 --lr 0.01
---method layerwise_gn --line-search-tokens 500k --schedule 'constant+inner cosine' --lr 0.01
---method soap --schedule constant --warmup-steps 5 --average 0.4 --lr 0.005
---method muon --schedule constant --warmup-steps 5 --average 0.4 --lr 0.02
---method adamw --schedule constant --warmup-steps 5 --b2 0.95 --lr 0.003
+# The best setting of Gauss-Newton on seed 0 has refused steps on others; the second line has none.
+FIVE_M_12M_BEST = f"""
+{GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.006 --damping 0.00001
+{GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.003
+{PROX} --average 0.99 --steps 6 --lr 0.006
+{SOAP} --steps 100 --lr 0.005
+{MUON} --average 0.4 --steps 120 --lr 0.03
 """
 
 EXPERIMENTS = {
@@ -145,27 +174,37 @@ EXPERIMENTS = {
         "--method gn --restart false,true --inner-epochs 1,2 --seed 0,1,2",
     ),
     "tiny-grids": Experiment("What is the best setting of each method?", TINY, TINY_GRIDS),
+    "tiny-batches": Experiment(
+        "What does a larger batch change, if the tokens stay as many (Section 6.1.2)?",
+        "--model tiny --tokens 2621440 --dtype float32",
+        TINY_BATCHES,
+    ),
     "5m-grids": Experiment("The same, for a model of 5m parameters", FIVE_M, FIVE_M_GRIDS),
     "5m-target": Experiment(
         "How many steps do the baselines need to the loss that Gauss-Newton has after 9?",
         FIVE_M,
         FIVE_M_TARGET,
     ),
+    "5m": Experiment(
+        "How far does each method come, at the best settings of 5m-grids?",
+        f"{FIVE_M} --seed 1,2,3",
+        FIVE_M_BEST,
+    ),
     "5m-12m-grids": Experiment(
         "How many steps of 12m tokens does each method need to the same loss?",
         FIVE_M_12M,
         FIVE_M_12M_GRIDS,
     ),
-    "5m": Experiment(
-        "How far does each method come, at its best setting and with other seeds?",
-        f"{FIVE_M} --seed 1,2,3",
-        FIVE_M_BEST,
+    "5m-12m": Experiment(
+        "The same with other seeds, at the best settings of 5m-12m-grids",
+        f"{FIVE_M_12M} --seed 1,2,3",
+        FIVE_M_12M_BEST,
     ),
 }
 
 
 # The flags in which two commands for one run may differ. Of the text, the path may differ.
-MAY_DIFFER = ("out", "data", "tokens", "micro_batch", "save_every")
+MAY_DIFFER = (*train.MAY_DIFFER, "data", "save_every")
 
 
 # ---- what there is to do -------------------------------------------------------------------------
@@ -183,18 +222,18 @@ def results_of(name):
     return Path(f"results/{name}.jsonl")
 
 
-def tasks_of(name, data=None):
+def tasks_of(name, text=None):
     """The Tasks of an experiment, in order.
 
-    data: the text that the runs read, if another than their commands name. Raises ValueError if a
+    text: the path that the runs read, if another than their commands name. Raises ValueError if a
     command is not valid.
     """
     experiment = EXPERIMENTS[name]
     tasks = {}
     for line in experiment.commands.strip().splitlines():
         words = shlex.split(f"{experiment.common} {line}")
-        if data:
-            words += ["--data", data]
+        if text:
+            words += ["--data", text]
         for words_of_run in flags.expand(words):
             run = train.configure(words_of_run, home=f"runs/{name}")
             folder = run.config.out
@@ -278,11 +317,8 @@ def claimed(name, task):
     """
     lock = Path(f"runs/{name}/locks") / files.digest(flags_that_count(task.run))[:12]
     with ExitStack() as stack:
-        is_mine = False
-        with suppress(BlockingIOError):
-            stack.enter_context(files.locked(lock, wait=False))
-            is_mine = bool(find_missing([task], packed.read(results_of(name))))
-        yield is_mine
+        is_free = files.hold(lock, stack)
+        yield is_free and bool(find_missing([task], packed.read(results_of(name))))
 
 
 def train_one(file, task):
@@ -291,6 +327,7 @@ def train_one(file, task):
     Returns the exit status: 0 if it has ended, also if it has diverged.
     """
     folder = task.run.config.out
+    check_text(file, find_held_out(task.run), folder)
     if jax.default_backend() == "cpu":
         jax.clear_caches()  # on a CPU, a process can map only so many compiled programs
     status = train.main(task.words)
@@ -299,7 +336,8 @@ def train_one(file, task):
     saved = packed.pack(folder)
     if not has_ended(saved):
         return 1
-    check_text(file, saved, folder)
+    # Again: meanwhile, another command may have added runs, or the folder was that of another text.
+    check_text(file, comparison.held_out_of(saved["config"]), folder)
     packed.add(file, [saved])
     return 0
 
@@ -317,13 +355,23 @@ def stopping_after(minutes):
         timer.cancel()
 
 
-def check_text(file, saved, folder):
-    """Raises BadInput if a run, of a folder, has read another text than those of a file."""
-    held_out = comparison.held_out_of(saved["config"])
+def find_held_out(run):
+    """The hash of the text that the evaluations of a Run would read.
+
+    The text is tokenized as far as the warm-up reads. Raises BadInput if it is missing or damaged.
+    """
+    need = run.warmup_batches * run.inner_tokens
+    with blaming_input():
+        corpus = data.prepare(run.config.data, run.tokenizer, run.network.context, need)
+    return corpus.meta["sha256"]["val"]
+
+
+def check_text(file, held_out, folder):
+    """Raises BadInput if the run of a folder reads another held-out text than those of a file."""
     for other in packed.read(file):
         if comparison.held_out_of(other["config"]) != held_out:
             remedy = "give the --data of those, or move the file away"
-            raise BadInput(f"{folder} has read another text than the runs in {file}: {remedy}")
+            raise BadInput(f"{folder} reads another text than the runs in {file}: {remedy}")
 
 
 def pack(file, folders):

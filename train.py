@@ -420,14 +420,14 @@ def find_tie(settings):
     return "the method's Config has no depends_on_length"
 
 
-def flags_that_may_differ(tied_by):
-    """The flags in which two commands for one run may differ: its folder and, if it may, length.
+# Flags in which two commands for one run may always differ. Of its length only the steps count, and
+# they may differ where no learning rate depends on them. A micro-batch is a matter of the machine.
+MAY_DIFFER = ("out", "tokens", "micro_batch")
 
-    Of a length, only the steps count. A micro-batch is a matter of the machine. tied_by: as in a
-    Run.
-    """
-    always = ("out", "tokens", "micro_batch")
-    return always if tied_by else (*always, "steps")
+
+def flags_that_may_differ(tied_by):
+    """The flags in which two commands for one run may differ; tied_by: as in a Run."""
+    return MAY_DIFFER if tied_by else (*MAY_DIFFER, "steps")
 
 
 def name_of(values, fields):
@@ -540,16 +540,11 @@ def as_only_maker(session, path):
     On a GPU, a warm-up that is made twice does not end with the same bits. A run of several
     processes does not wait, as those that wait for its first process would give up.
     """
+    lock = path.with_suffix(".lock")
     with ExitStack() as stack:
-        waits = False
-        while jax.process_count() == 1:
-            try:
-                stack.enter_context(files.locked(path.with_suffix(".lock"), wait=False))
-                break
-            except BlockingIOError:
-                if not waits:
-                    print("waits for another run, which makes the same warm-up")
-                waits = True
+        if jax.process_count() == 1 and not files.hold(lock, stack):
+            print("waits for another run, which makes the same warm-up")
+            while not files.hold(lock, stack):
                 live.safe_point(session.signals, session.saver)
                 time.sleep(0.2)
         yield

@@ -280,12 +280,8 @@ def alone(folder):
     Of the processes of one run, the first holds it.
     """
     with ExitStack() as stack:
-        taken = False
-        if jax.process_index() == 0:
-            try:
-                stack.enter_context(files.locked(Path(folder) / "lock", wait=False))
-            except BlockingIOError:
-                taken = True
+        is_first = jax.process_index() == 0
+        taken = is_first and not files.hold(Path(folder) / "lock", stack)
         refuse_taken(folder, taken)
         yield
 

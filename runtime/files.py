@@ -108,6 +108,15 @@ def locked(path, wait=True):
         lock.release()
 
 
+def hold(path, stack):
+    """Holds a file until a stack closes, if no other process has it. Returns whether it is held."""
+    try:
+        stack.enter_context(locked(path, wait=False))
+    except BlockingIOError:
+        return False
+    return True
+
+
 def is_locked(path):
     """Whether a process holds a file at this moment. Creates nothing and keeps nothing open."""
     if not Path(path).exists():

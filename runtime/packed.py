@@ -1,9 +1,10 @@
 """Runs packed into one file, in which results are kept: a line for each run.
 
-    {"config": {..}, "about": {..}, "rows": [{..}, ..]}
+    {"config": {..}, "about": {..}, "columns": {"step": [0, 1, ..], "val_loss": [2.37, 2.29, ..]}}
 
 config and about are what config.json of the run's folder holds. Of the text's path only the last
-part is kept. rows are those of its log.jsonl: numbers with six digits, and none that are null.
+part is kept. columns are the rows of its log.jsonl, with six digits of each number. Each name
+stands there once, and not in every row, which halves the file. What a row lacks is null.
 """
 
 import json
@@ -56,15 +57,30 @@ def lines(path):
 def parse(line, place):
     """The run of a line. Raises ValueError if it is none."""
     try:
-        run = json.loads(line)
-        rows = run["rows"]
-        parts = [run["config"], run["about"], *rows]
-        is_run = isinstance(rows, list) and {type(part) for part in parts} == {dict}
+        saved = json.loads(line)
+        config, about = saved["config"], saved["about"]
+        rows = rows_of(saved["columns"])
+        is_run = isinstance(config, dict) and isinstance(about, dict)
     except files.UNREADABLE:
         is_run = False
     if not is_run:
         raise ValueError(f"{place} is no packed run")
-    return run
+    return {"config": config, "about": about, "rows": rows}
+
+
+def rows_of(columns):
+    """The rows of a log, [{name: number}], from {name: its numbers in all rows, or null}."""
+    rows = []
+    for numbers in zip(*columns.values(), strict=True):
+        row = dict(zip(columns, numbers, strict=True))
+        rows.append({name: number for name, number in row.items() if number is not None})
+    return rows
+
+
+def columns_of(rows):
+    """The inverse of `rows_of`."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def add(path, runs):
@@ -80,9 +96,15 @@ def add(path, runs):
         for run in map(shorten, runs):
             if run not in kept:
                 kept.append(run)
-        text = "".join(json.dumps(run) + "\n" for run in kept)
+        text = "".join(map(format_line, kept))
         files.write_file(path, lambda file: file.write(text.encode()))
     return len(kept) - before
+
+
+def format_line(run):
+    """The line of a run, as `parse` reads it."""
+    config, about, rows = run["config"], run["about"], run["rows"]
+    return json.dumps({"config": config, "about": about, "columns": columns_of(rows)}) + "\n"
 
 
 def shorten(run):

@@ -246,12 +246,13 @@ def test_a_damaged_line_of_packed_runs_is_left_out(tmp_path, capsys):
     file = tmp_path / "all.jsonl"
     packed.add(file, [packed.pack(run.folder) for run in runs])
     lines = file.read_text().splitlines()
-    file.write_text("\n".join([lines[0], lines[1][:-9], lines[2], "[]"]))
+    ragged = lines[0].replace('"step": [0, ', '"step": [')  # a column with a row too few
+    file.write_text("\n".join([lines[0], lines[1][:-9], lines[2], "[]", ragged]))
     assert {*read_runs([file]).method} == {"gn"}
     assert capsys.readouterr().err.splitlines() == [
         f"1 run has no row yet: {file}:3",
-        f"2 runs cannot be read: {file}:2 ({file}:2 is no packed run), "
-        f"{file}:4 ({file}:4 is no packed run)",
+        f"3 runs cannot be read: {file}:2 ({file}:2 is no packed run), "
+        f"{file}:4 ({file}:4 is no packed run), {file}:5 ({file}:5 is no packed run)",
     ]
     with pytest.raises(ValueError, match="all.jsonl:2 is no packed run"):
         packed.add(file, [])

@@ -141,17 +141,33 @@ def test_a_failure_that_is_no_divergence_ends_an_experiment(two_rates, monkeypat
         shutil.rmtree(task.run.config.out)
 
 
-def test_runs_on_several_texts_are_not_mixed(two_rates, capsys):
-    """The run stays where it is, and the file as it is."""
+def test_a_run_on_another_text_is_refused_before_it_is_trained(two_rates, capsys):
+    """The file stays as it is."""
     assert run("--method", "adamw", "--lr", "0.01", "--out", "r") == 0
     Path("other.txt").write_text(Path("text.txt").read_text()[::-1])
     packed.add(FILE, [packed.pack("r")])
     before = FILE.read_bytes()
     assert experiments.main(["two-rates", "--data", "other.txt"]) == 2
-    assert (
-        "has read another text than the runs in results/two-rates.jsonl" in capsys.readouterr().err
-    )
+    assert "reads another text than the runs in results/two-rates.jsonl" in capsys.readouterr().err
     assert FILE.read_bytes() == before
+    assert not [*Path("runs/two-rates").glob("*/log.jsonl")]
+
+
+def test_runs_on_several_texts_are_not_mixed(two_rates, monkeypatch, capsys):
+    """Also if another command adds the first run of all, on another text, while one is trained."""
+    assert run("--method", "adamw", "--lr", "0.01", "--out", "r") == 0
+    other = packed.pack("r")
+    other["config"]["corpus"]["val"] = "of another text"
+    original = train.main
+
+    def train_beside_another(words):
+        packed.add(FILE, [other])
+        return original(words)
+
+    monkeypatch.setattr(train, "main", train_beside_another)
+    assert experiments.main(["two-rates"]) == 2
+    assert "reads another text than the runs in results/two-rates.jsonl" in capsys.readouterr().err
+    assert packed.read(FILE) == [packed.shorten(other)]
 
 
 def test_a_run_that_is_older_than_a_flag_is_not_made_again(two_rates):
@@ -187,7 +203,7 @@ def test_runs_of_ones_own_are_packed_once(tmp_path, capsys):
     assert experiments.main(words) == 0
     first, second = file.read_text().splitlines()
     assert json.loads(second)["config"]["data"] == "text"
-    assert json.loads(first)["rows"][0] == {"step": 0, "tokens": 1000, "val_loss": 5.0}
+    assert packed.read(file)[0]["rows"][0] == {"step": 0, "tokens": 1000, "val_loss": 5.0}
     said = capsys.readouterr()
     assert said.out == f"{file}: 2 of 2 runs were added, the others are in it\n"
     assert said.err == f"{runs[2].folder} has no row yet\n"
@@ -203,8 +219,9 @@ def test_runs_of_ones_own_are_packed_once(tmp_path, capsys):
 def test_a_damaged_file_is_said_and_kept(two_rates, capsys):
     for line in (
         "{}",
-        '{"config": {}, "about": {}, "rows": {}}',
-        '{"config": [], "about": 1, "rows": []}',
+        '{"config": {}, "about": {}, "columns": []}',
+        '{"config": {}, "about": {}, "columns": {"step": 1}}',
+        '{"config": [], "about": 1, "columns": {}}',
     ):
         FILE.parent.mkdir(exist_ok=True)
         FILE.write_text(line)

@@ -1,0 +1,18 @@
+"""A log is laid out in columns, and comes back as it was."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime import packed
+
+NAMES = ["step", "tokens", "val_loss", "alpha", "loss_at_0.25", "diverged"]
+NUMBERS = st.one_of(st.integers(0, 10**9), st.floats(allow_nan=False), st.booleans())
+ROWS = st.lists(st.dictionaries(st.sampled_from(NAMES), NUMBERS, min_size=1))
+
+
+@given(ROWS)
+def test_a_line_holds_the_rows_of_a_log(rows):
+    """Rows have different columns: there is no step size before the first line search."""
+    run = {"config": {"lr": 0.1}, "about": {"device": "cpu"}, "rows": rows}
+    assert packed.parse(packed.format_line(run), "here") == run
+    assert len({len(column) for column in packed.columns_of(rows).values()}) <= 1
