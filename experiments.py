@@ -136,7 +136,7 @@ FIVE_M_TARGET = f"""
 {GN} --schedule 'global cosine' --steps 10 --inner-epochs 1,2
 {PROX} --average 0 --lr 0.006 --steps 10
 {SOAP} --lr 0.003 --target-loss 3.21 --steps 150
-{MUON} --average 0.4 --target-loss 3.21 --steps 300
+{MUON} --average 0.4 --lr 0.03 --target-loss 3.21 --steps 300
 """
 FIVE_M_12M = "--model 5m --batch 12m --dtype bfloat16 --target-loss 3.21"
 FIVE_M_12M_GRIDS = f"""

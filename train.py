@@ -151,6 +151,12 @@ DEFAULTS = {  # of flags, for each model; each has either steps or tokens
 # Of flags, for each model and method: the best of the grids in docs/tuning.md. Warm-ups are numbers
 # of steps: as fractions of a short run, they would let the learning rate rise too fast.
 TUNED = {
+    "5m": {
+        "gn_prox": {"average": 0.0},
+        "adamw": {"schedule": "constant", "warmup_steps": 5},
+        "muon": {"lr": 0.02, "schedule": "constant", "warmup_steps": 5, "average": 0.4},
+        "soap": {"lr": 0.005, "schedule": "constant", "warmup_steps": 5, "average": 0.4},
+    },
     "tiny": {
         "gn": {"lr": 0.02, "schedule": "global cosine"},
         "gn_prox": {"lr": 0.015, "average": 0.99},

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from logs import FAMILY, Run
 from matplotlib.testing.compare import compare_images
@@ -260,3 +261,115 @@ def test_it_takes_so_many_steps_at_5m_to_the_target():
     for group in groups[groups.method == "gn"].itertuples():
         losses[group.setting["inner_epochs"]] = group.loss
     assert f"10 steps end at {losses[2]:.3f} instead of {losses[1]:.3f}" in words
+
+
+def runs_of(file, **flags):
+    """The packed runs of a file that have some flags."""
+    runs = packed.read(pages.ROOT / file)
+    return [run for run in runs if flags.items() <= run["config"].items()]
+
+
+def times(fewer, more):
+    """How many times fewer steps there are, at each seed: the lowest and the highest ratio."""
+    ratios = [steps / few for few, steps in zip(fewer, more, strict=True)]
+    return f"{min(ratios):.1f} to {max(ratios):.1f}"
+
+
+def test_it_takes_so_many_steps_of_12m_tokens_to_the_target():
+    """At each of three seeds, in their order; with the seconds and joules of the steps."""
+    steps, seconds, kilojoules = {}, {}, {}
+    for method in ("gn", "gn_prox", "muon", "soap"):
+        flags = {"damping": 0.0} if method == "gn" else {}
+        runs = runs_of("results/5m-12m.jsonl", method=method, **flags)
+        runs.sort(key=lambda run: run["config"]["seed"])
+        assert [run["config"]["seed"] for run in runs] == [1, 2, 3]
+        steps[method] = [run["rows"][-1]["step"] for run in runs]
+        later = [run["rows"][1:] for run in runs]
+        seconds[method] = [sum(row["seconds"] for row in rows) for rows in later]
+        kilojoules[method] = [sum(row["joules"] for row in rows) / 1000 for rows in later]
+    assert steps["gn_prox"] == [5, 5, 5] and {*steps["gn"]} == {8, 9}
+
+    (words,) = words_of("RESULTS.md")
+    to_soap, to_muon = (times(steps["gn_prox"], steps[name]) for name in ("soap", "muon"))
+    assert f"{to_soap} times fewer than SOAP, and {to_muon} times fewer than Muon." in words
+    to_soap, to_muon = (times(steps["gn"], steps[name]) for name in ("soap", "muon"))
+    assert f"{to_soap} times fewer than SOAP, and {to_muon} times fewer than Muon. The" in words
+    assert f"does Gauss-Newton need? | 5.4 | {to_soap} | 5m, batch 12m, three seeds" in words
+    assert f"And than Muon? | 16 | {to_muon} |" in words
+    assert f"yes: {times(steps['gn_prox'], steps['gn'])} times fewer steps" in words
+    assert f"about {sum(steps['soap']) / 3:.0f} at 12m" in words
+
+    def span(numbers):
+        return f"{min(numbers):.0f} to {max(numbers):.0f}"
+
+    assert {round(number) for number in seconds["gn_prox"]} == {19}
+    assert {round(number) for number in kilojoules["gn_prox"]} == {12}
+    gn = f"full Gauss-Newton {span(seconds['gn'])} s and {span(kilojoules['gn'])} kJ"
+    soap = f"SOAP's {span(seconds['soap'])} s and {span(kilojoules['soap'])} kJ"
+    muon = f"Muon's {span(seconds['muon'])} s and {span(kilojoules['muon'])} kJ"
+    assert f"prox-linear take 19 s and 12 kJ, those of {gn}, {soap}, {muon}." in words
+
+
+def test_a_step_of_12m_tokens_takes_as_long_as_is_said():
+    """Medians over all steps but the first of each run, which compiles."""
+    medians = {}
+    for method in ("gn", "soap", "muon"):
+        runs = runs_of("results/5m-12m.jsonl", method=method)
+        seconds = [row["seconds"] for run in runs for row in run["rows"][2:]]
+        medians[method] = np.median(seconds)
+    to_soap, to_muon = (medians["gn"] / medians[name] for name in ("soap", "muon"))
+    (words,) = words_of("README.md")
+    assert f"takes {to_soap:.1f} to {to_muon:.1f} times as long there as one of SOAP" in words
+
+
+def test_layerwise_takes_so_many_steps_of_12m_tokens():
+    (layerwise,) = runs_of("results/5m-12m-grids.jsonl", method="layerwise_gn")
+    runs = runs_of("results/5m-12m-grids.jsonl", method="gn")
+    reached = [run["rows"][-1]["step"] for run in runs if run["rows"][-1]["val_loss"] <= 3.21]
+    steps = layerwise["rows"][-1]["step"]
+    assert layerwise["rows"][-1]["val_loss"] <= 3.21
+    (words,) = words_of("RESULTS.md")
+    ratio = f"{steps / min(reached):.1f}"
+    assert f"It needs {steps} steps, and full Gauss-Newton {min(reached)} there: {ratio}" in words
+    assert f"its layerwise form? | 1.4 | {ratio} |" in words
+
+
+def test_a_step_of_12m_tokens_leads_as_far_as_is_said():
+    """The runs with seed 0 first, then those with other seeds."""
+    file = "results/5m-12m-grids.jsonl"
+    inner_cosine = {"method": "gn", "schedule": "constant+inner cosine", "line_search": 5}
+    (words,) = words_of("RESULTS.md")
+
+    (far,) = runs_of(file, **inner_cosine, lr=0.01, damping=0.0)
+    _, first, second, *rest = far["rows"]
+    quadratic, loss = first["inner_loss_last"], first["loss_at_1"]
+    assert f"down to {quadratic:.2f} and the loss itself up to {loss:.2f}, from " in words
+    assert f"{loss:.2f}, from {first['loss_at_0']:.2f}. The line search takes" in words
+    assert f"takes {first['alpha']:.2f} of the way" in words
+    assert f"ends where the loss is {second['loss_at_1']:.0f}, and" in words
+    assert {row["alpha"] for row in (second, *rest)} == {0}
+    (prox,) = runs_of(file, method="gn_prox", lr=0.01)
+    losses = [row["val_loss"] for row in prox["rows"][1:]]
+    assert losses == sorted(losses, reverse=True)
+    assert f"its loss after the first step is {losses[0]:.2f}, and it falls" in words
+
+    (damped,) = runs_of(file, **inner_cosine, lr=0.006, damping=0.0001)
+    (plain,) = runs_of(file, **inner_cosine, lr=0.006, damping=0.0)
+    after_three = [run["rows"][3]["val_loss"] for run in (damped, plain)]
+    assert "({:.3f} after them; {:.3f} without damping)".format(*after_three) in words
+    assert damped["rows"][-1]["val_loss"] > plain["rows"][-1]["val_loss"]
+
+    file = "results/5m-12m.jsonl"
+    steady, chosen = runs_of(file, lr=0.003), runs_of(file, lr=0.006, damping=1e-05)
+    assert len(steady) == len(chosen) == 3
+    assert not any(row.get("alpha") == 0 for run in steady for row in run["rows"])
+    assert all(any(row.get("alpha") == 0 for row in run["rows"]) for run in chosen)
+    ends = [(run["rows"][-1]["step"], run["rows"][-1]["val_loss"] <= 3.21) for run in chosen]
+    assert sorted(ends) == [(9, True), (10, False), (10, True)]
+
+
+def test_prox_linear_at_5m_ends_below_gauss_newton_on_new_seeds():
+    _, groups = groups_of("results/5m.jsonl")
+    groups = groups.set_index("method")
+    assert groups.highest.gn_prox < groups.lowest.gn
+    assert len(groups.runs.gn) == 3 and len(groups.runs.gn_prox) == 2
