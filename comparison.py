@@ -115,7 +115,7 @@ def runs_of(path):
     """The run of a folder, or those packed into a file, as `find_runs` returns them."""
     found = []
     if packed.is_packed(path):
-        for place, line in packed.lines(path):
+        for place, line in packed.places_and_lines(path):
             found.append((place, partial(packed.parse, line, place)))
     elif is_run(path):
         found.append((str(path), partial(packed.pack, path)))

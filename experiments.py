@@ -45,8 +45,28 @@ class Experiment(NamedTuple):
     commands: str  # the other flags of train.py: a line for each run or grid
 
 
+EXPERIMENTS = {}
+
+# ---- tiny: 20 steps of 131k tokens, 20 tokens per parameter --------------------------------------
+
 TINY = "--model tiny --steps 20 --dtype float32"
-TINY_GRIDS = """
+
+EXPERIMENTS["tiny"] = Experiment(
+    "How many steps does each method need, at the best settings of tiny-grids?",
+    TINY,
+    "--method gn,gn_prox,layerwise_gn,soap,muon,adamw --seed 0,1,2",
+)
+
+EXPERIMENTS["tiny-variants"] = Experiment(
+    "Where should an inner loop start, and is one pass over a batch enough (Section 5.1)?",
+    TINY,
+    "--method gn --restart false,true --inner-epochs 1,2 --seed 0,1,2",
+)
+
+EXPERIMENTS["tiny-grids"] = Experiment(
+    "What is the best setting of each method, on tiny?",
+    TINY,
+    """
 --method gn --schedule 'global cosine' --lr 0.003,0.01,0.015,0.02,0.03
 --method gn --schedule 'constant+inner cosine' --lr 0.003,0.01,0.03
 --method gn --schedule 'global+inner cosine' --lr 0.01
@@ -75,11 +95,14 @@ TINY_GRIDS = """
 --method adamw --schedule constant --b2 0.99 --warmup-steps 14 --lr 0.005,0.01,0.015
 --method adamw --schedule constant --b2 0.95 --warmup-steps 6 --average 0,0.5 --lr 0.01,0.03
 --method adamw --schedule cosine --b2 0.95 --warmup-steps 6 --lr 0.01,0.03
-"""
+""",
+)
 
-# The same tokens in other batches. The last line is the bound of Section 5: Muon on the true loss,
-# with a batch of one inner batch.
-TINY_BATCHES = """
+# The last line is the bound of Section 5: Muon on the true loss, with a batch of one inner batch.
+EXPERIMENTS["tiny-batches"] = Experiment(
+    "What does a larger batch change, if the tokens stay as many (Section 6.1.2)?",
+    "--model tiny --tokens 2621440 --dtype float32",
+    """
 --method gn --batch 16384,32768,65536,131072,262144 --lr 0.02,0.01
 --method gn_prox --batch 16384,32768,65536,131072,262144 --lr 0.015,0.0075
 --method layerwise_gn --batch 16384,32768,65536,131072,262144 --lr 0.03,0.015
@@ -87,120 +110,110 @@ TINY_BATCHES = """
 --method muon --batch 16384,32768,65536,131072,262144 --lr 0.06,0.03
 --method adamw --batch 16384,32768,65536,131072,262144 --lr 0.015,0.0075
 --method muon --batch 1024 --schedule cosine --lr 0.02,0.01
-"""
+""",
+)
 
-# 25 steps of 4m tokens: 20 tokens per parameter. The line search may read an eighth of a batch, so
-# that a run reads at most 118m tokens.
-FIVE_M = "--model 5m --batch 4m --dtype bfloat16"
-GN = "--method gn --line-search-tokens 500k"
-PROX = "--method gn_prox --schedule 'global cosine'"
-LAYERWISE = "--method layerwise_gn --line-search-tokens 500k"
-SOAP = "--method soap --schedule constant --warmup-steps 5"
-MUON = "--method muon --schedule constant --warmup-steps 5"
-ADAMW = "--method adamw --schedule constant --warmup-steps 5"
-FIVE_M_GRIDS = f"""
-{GN} --schedule 'global cosine' --lr 0.003,0.006,0.01,0.03
-{GN} --schedule 'global cosine' --line-search 10 --lr 0.01,0.02
-{GN} --schedule 'constant+inner cosine' --lr 0.003,0.01
-{GN} --schedule 'constant+inner cosine' --lr 0.01 --restart true
-{GN} --schedule 'global cosine' --lr 0.01 --damping 0.0001
-{GN} --schedule 'global cosine' --lr 0.003 --inner adamw
+# ---- 5m, with batches of 4m and 12m tokens -------------------------------------------------------
+
+# The line search may read an eighth of a batch of 4m.
+FIVE_M_GN = "--method gn --line-search-tokens 500k"
+FIVE_M_PROX = "--method gn_prox --schedule 'global cosine'"
+FIVE_M_LAYERWISE = "--method layerwise_gn --line-search-tokens 500k"
+FIVE_M_SOAP = "--method soap --schedule constant --warmup-steps 5"
+FIVE_M_MUON = "--method muon --schedule constant --warmup-steps 5"
+FIVE_M_ADAMW = "--method adamw --schedule constant --warmup-steps 5"
+
+# A run reads 100m tokens, 20 per parameter, in 25 steps, and at most 118m with the line search.
+FIVE_M_4M = "--model 5m --batch 4m --dtype bfloat16"
+
+EXPERIMENTS["5m-grids"] = Experiment(
+    "What is the best setting of each method, at 5m and 4m tokens a batch?",
+    FIVE_M_4M,
+    f"""
+{FIVE_M_GN} --schedule 'global cosine' --lr 0.003,0.006,0.01,0.03
+{FIVE_M_GN} --schedule 'global cosine' --line-search 10 --lr 0.01,0.02
+{FIVE_M_GN} --schedule 'constant+inner cosine' --lr 0.003,0.01
+{FIVE_M_GN} --schedule 'constant+inner cosine' --lr 0.01 --restart true
+{FIVE_M_GN} --schedule 'global cosine' --lr 0.01 --damping 0.0001
+{FIVE_M_GN} --schedule 'global cosine' --lr 0.003 --inner adamw
 --method gn --line-search 0 --average 0.99 --schedule 'global cosine' --lr 0.003,0.01
 --method gn --line-search 0 --average 0 --schedule 'global cosine' --lr 0.003
-{PROX} --average 0 --lr 0.003,0.01,0.02,0.03
-{PROX} --average 0.99 --lr 0.01,0.02
+{FIVE_M_PROX} --average 0 --lr 0.003,0.01,0.02,0.03
+{FIVE_M_PROX} --average 0.99 --lr 0.01,0.02
 --method gn_prox --schedule 'constant+inner cosine' --average 0.99 --lr 0.01
-{LAYERWISE} --schedule 'global cosine' --lr 0.003,0.01,0.03
-{LAYERWISE} --schedule 'constant+inner cosine' --lr 0.003,0.01
+{FIVE_M_LAYERWISE} --schedule 'global cosine' --lr 0.003,0.01,0.03
+{FIVE_M_LAYERWISE} --schedule 'constant+inner cosine' --lr 0.003,0.01
 --method soap --schedule constant,cosine --warmup-steps 5 --lr 0.003,0.01,0.03
-{SOAP} --average 0,0.4 --lr 0.005
+{FIVE_M_SOAP} --average 0,0.4 --lr 0.005
 --method soap --schedule constant --warmup-steps 2 --lr 0.003
-{SOAP} --b2 0.7 --average 0.3 --lr 0.003,0.01,0.03
+{FIVE_M_SOAP} --b2 0.7 --average 0.3 --lr 0.003,0.01,0.03
 --method muon --schedule constant,cosine --warmup-steps 5 --lr 0.01,0.03,0.1
-{MUON} --average 0.4 --lr 0.01,0.02,0.03
-{MUON} --average 0.4 --lr 0.03 --momentum 0.9
-{ADAMW} --b2 0.95,0.99 --lr 0.003,0.01
-{ADAMW} --b2 0.95 --lr 0.001
-{ADAMW} --b2 0.95 --average 0.4 --lr 0.003
-"""
-FIVE_M_BEST = f"""
-{GN} --line-search 10 --schedule 'global cosine' --lr 0.02
-{PROX} --average 0 --lr 0.01
-{LAYERWISE} --schedule 'constant+inner cosine' --lr 0.01
-{SOAP} --average 0.4 --lr 0.005
-{MUON} --average 0.4 --lr 0.02
-{ADAMW} --b2 0.95 --lr 0.003
-"""
-# The target is what Gauss-Newton comes to after 9 of 10 steps.
-FIVE_M_TARGET = f"""
-{GN} --schedule 'global cosine' --steps 10 --inner-epochs 1,2
-{PROX} --average 0 --lr 0.006 --steps 10
-{SOAP} --lr 0.003 --target-loss 3.21 --steps 150
-{MUON} --average 0.4 --lr 0.03 --target-loss 3.21 --steps 300
-"""
-FIVE_M_12M = "--model 5m --batch 12m --dtype bfloat16 --target-loss 3.21"
-FIVE_M_12M_GRIDS = f"""
-{GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.003,0.006,0.01
-{GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.006 --line-search 10
-{GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.006 --damping 0.00001,0.0001
-{GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.01 --damping 0.0001
-{GN} --schedule 'global cosine' --steps 6 --lr 0.003,0.006,0.01
-{GN} --schedule 'global cosine' --steps 6 --lr 0.006 --line-search 10
-{PROX} --average 0 --steps 6 --lr 0.003,0.006
-{PROX} --average 0.99 --steps 6 --lr 0.006
-{PROX} --average 0.99 --steps 4 --lr 0.006,0.01
-{LAYERWISE} --schedule 'constant+inner cosine' --steps 10 --lr 0.006
-{SOAP} --steps 100 --lr 0.005,0.01
-{MUON} --average 0.4 --steps 120 --lr 0.02,0.03
-"""
-# The best setting of Gauss-Newton on seed 0 has refused steps on others; the second line has none.
-FIVE_M_12M_BEST = f"""
-{GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.006 --damping 0.00001
-{GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.003
-{PROX} --average 0.99 --steps 6 --lr 0.006
-{SOAP} --steps 100 --lr 0.005
-{MUON} --average 0.4 --steps 120 --lr 0.03
-"""
+{FIVE_M_MUON} --average 0.4 --lr 0.01,0.02,0.03
+{FIVE_M_MUON} --average 0.4 --lr 0.03 --momentum 0.9
+{FIVE_M_ADAMW} --b2 0.95,0.99 --lr 0.003,0.01
+{FIVE_M_ADAMW} --b2 0.95 --lr 0.001
+{FIVE_M_ADAMW} --b2 0.95 --average 0.4 --lr 0.003
+""",
+)
 
-EXPERIMENTS = {
-    "tiny": Experiment(
-        "How many steps does each method need, at the best settings of tiny-grids?",
-        TINY,
-        "--method gn,gn_prox,layerwise_gn,soap,muon,adamw --seed 0,1,2",
-    ),
-    "tiny-variants": Experiment(
-        "Where should an inner loop start, and is one pass over a batch enough (Section 5.1)?",
-        TINY,
-        "--method gn --restart false,true --inner-epochs 1,2 --seed 0,1,2",
-    ),
-    "tiny-grids": Experiment("What is the best setting of each method?", TINY, TINY_GRIDS),
-    "tiny-batches": Experiment(
-        "What does a larger batch change, if the tokens stay as many (Section 6.1.2)?",
-        "--model tiny --tokens 2621440 --dtype float32",
-        TINY_BATCHES,
-    ),
-    "5m-grids": Experiment("The same, for a model of 5m parameters", FIVE_M, FIVE_M_GRIDS),
-    "5m-target": Experiment(
-        "How many steps do the baselines need to the loss that Gauss-Newton has after 9?",
-        FIVE_M,
-        FIVE_M_TARGET,
-    ),
-    "5m": Experiment(
-        "How far does each method come, at the best settings of 5m-grids?",
-        f"{FIVE_M} --seed 1,2,3",
-        FIVE_M_BEST,
-    ),
-    "5m-12m-grids": Experiment(
-        "How many steps of 12m tokens does each method need to the same loss?",
-        FIVE_M_12M,
-        FIVE_M_12M_GRIDS,
-    ),
-    "5m-12m": Experiment(
-        "The same with other seeds, at the best settings of 5m-12m-grids",
-        f"{FIVE_M_12M} --seed 1,2,3",
-        FIVE_M_12M_BEST,
-    ),
-}
+EXPERIMENTS["5m"] = Experiment(
+    "How far does each method come with other seeds, at the best settings of 5m-grids?",
+    f"{FIVE_M_4M} --seed 1,2,3",
+    f"""
+{FIVE_M_GN} --line-search 10 --schedule 'global cosine' --lr 0.02
+{FIVE_M_PROX} --average 0 --lr 0.01
+{FIVE_M_LAYERWISE} --schedule 'constant+inner cosine' --lr 0.01
+{FIVE_M_SOAP} --average 0.4 --lr 0.005
+{FIVE_M_MUON} --average 0.4 --lr 0.02
+{FIVE_M_ADAMW} --b2 0.95 --lr 0.003
+""",
+)
+
+EXPERIMENTS["5m-target"] = Experiment(
+    "How many steps of 4m tokens do four methods need to a loss of 3.21?",
+    FIVE_M_4M,
+    f"""
+{FIVE_M_GN} --schedule 'global cosine' --steps 10 --inner-epochs 1,2
+{FIVE_M_PROX} --average 0 --lr 0.006 --steps 10
+{FIVE_M_SOAP} --lr 0.003 --target-loss 3.21 --steps 150
+{FIVE_M_MUON} --average 0.4 --lr 0.03 --target-loss 3.21 --steps 300
+""",
+)
+
+FIVE_M_12M = "--model 5m --batch 12m --dtype bfloat16 --target-loss 3.21"
+
+EXPERIMENTS["5m-12m-grids"] = Experiment(
+    "With which setting does each method need the fewest steps of 12m tokens to a loss of 3.21?",
+    FIVE_M_12M,
+    f"""
+{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.003,0.006,0.01
+{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.006 --line-search 10
+{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.006 --damping 0.00001,0.0001
+{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.01 --damping 0.0001
+{FIVE_M_GN} --schedule 'global cosine' --steps 6 --lr 0.003,0.006,0.01
+{FIVE_M_GN} --schedule 'global cosine' --steps 6 --lr 0.006 --line-search 10
+{FIVE_M_PROX} --average 0 --steps 6 --lr 0.003,0.006
+{FIVE_M_PROX} --average 0.99 --steps 6 --lr 0.006
+{FIVE_M_PROX} --average 0.99 --steps 4 --lr 0.006,0.01
+{FIVE_M_LAYERWISE} --schedule 'constant+inner cosine' --steps 10 --lr 0.006
+{FIVE_M_SOAP} --steps 100 --lr 0.005,0.01
+{FIVE_M_MUON} --average 0.4 --steps 120 --lr 0.02,0.03
+""",
+)
+
+# The first line is what 5m-12m-grids had chosen for Gauss-Newton. It failed on these seeds, and
+# the second was added.
+EXPERIMENTS["5m-12m"] = Experiment(
+    "How many steps of 12m tokens does each method need to a loss of 3.21, with other seeds?",
+    f"{FIVE_M_12M} --seed 1,2,3",
+    f"""
+{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.006 --damping 0.00001
+{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.003
+{FIVE_M_PROX} --average 0.99 --steps 6 --lr 0.006
+{FIVE_M_SOAP} --steps 100 --lr 0.005
+{FIVE_M_MUON} --average 0.4 --steps 120 --lr 0.03
+""",
+)
 
 
 # The flags in which two commands for one run may differ. Of the text, the path may differ.
@@ -237,6 +250,8 @@ def tasks_of(name, text=None):
         for words_of_run in flags.expand(words):
             run = train.configure(words_of_run, home=f"runs/{name}")
             folder = run.config.out
+            # A run that two commands describe is one Task. Runs that differ only in their length
+            # have one folder.
             tasks[folder, run.last_step] = Task([*words_of_run, "--out", folder], run)
     return [*tasks.values()]
 
@@ -254,7 +269,8 @@ def find_missing(tasks, saved_runs):
 def is_same(saved, run):
     """Whether a packed run was made with the flags of a Run, but for those that may differ."""
     fields = train.fields_of_all(run.config.method)
-    defaults = {name: flag.default for name, flag in fields.items()}  # for flags that are newer
+    # A flag that is newer than the saved run had its default there.
+    defaults = {name: flag.default for name, flag in fields.items()}
     flags_then = defaults | saved["config"]
     flags_now = flags_that_count(run)
     return all(flags_then.get(name) == value for name, value in flags_now.items())
@@ -291,15 +307,14 @@ def train_missing(name, tasks, minutes):
     with Signals(), stopping_after(minutes):
         for number, task in enumerate(tasks, 1):
             if minutes and time.monotonic() - start > 60 * minutes:
-                raise Stop(signal.SIGTERM)  # the signal came when the run before was at its end
+                raise Stop(signal.SIGTERM)  # the time was up when a run had just come to its end
             with claimed(name, task) as is_mine:
-                if not is_mine:
-                    continue
-                title = f"run {number} of {len(tasks)} that are missing: {task.run.config.out}"
-                print(f"\n==== {name}: {title}")
-                status = train_one(file, task)
-            if status:
-                return status
+                if is_mine:
+                    title = f"run {number} of {len(tasks)} that are missing: {task.run.config.out}"
+                    print(f"\n==== {name}: {title}")
+                    status = train_one(file, task)
+                    if status:
+                        return status
 
     left = len(find_missing(tasks, packed.read(file)))
     if left:
@@ -331,7 +346,8 @@ def train_one(file, task):
     if jax.default_backend() == "cpu":
         jax.clear_caches()  # on a CPU, a process can map only so many compiled programs
     status = train.main(task.words)
-    if status not in (0, 1):  # 1: maybe it has diverged
+    may_have_ended = status in (0, 1)  # a run that diverges has status 1, as some others have
+    if not may_have_ended:
         return status
     saved = packed.pack(folder)
     if not has_ended(saved):
@@ -347,7 +363,7 @@ def stopping_after(minutes):
     """Within it, SIGTERM comes after some minutes. train.py then saves its run and stops."""
     timer = threading.Timer(60 * minutes, os.kill, [os.getpid(), signal.SIGTERM])
     timer.daemon = True  # it does not keep the process alive
-    if minutes:
+    if minutes:  # 0 = never
         timer.start()
     try:
         yield

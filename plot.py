@@ -4,6 +4,8 @@ Each figure is written as PNG and as SVG, if there are runs for it:
 
     loss          validation loss against outer steps and against tokens
     loss_to_3.25  the same of runs to the target loss 3.25 (Figure 1)
+    costs         validation loss against the seconds and the energy that the outer steps took, if
+                  all were measured, and on devices of one kind; costs_to_3.25 likewise
     methods       Gauss-Newton beside each of its two variants (Figure 3)
     batch         final loss, and outer steps to a target loss, against batch (Figures 2 and 6)
     schedules     learning rates (Figure 4)
@@ -147,8 +149,16 @@ def draw_curve(ax, method, curve, **look):
         ax.fill_between(curve.index, curve["min"], curve["max"], **band)
 
 
+XLABELS = {
+    "step": "outer steps",
+    "tokens": "tokens read",
+    "seconds_so_far": "seconds of all steps",
+    "joules_so_far": "energy of all steps (J)",
+}
+
+
 def draw_losses(ax, table, x, target=None):
-    """Validation loss against x, "step" or "tokens", for a table with one batch of each method.
+    """Validation loss against x, a column of XLABELS, for a table with one batch of each method.
 
     target: a loss, drawn as a dotted line; the labels then tell how many steps were taken to it.
     """
@@ -169,8 +179,7 @@ def draw_losses(ax, table, x, target=None):
         curve.index = at_step[x].mean()  # with a race, each seed reads another number of tokens
         draw_curve(ax, method, curve, label=label)
 
-    xlabel = {"step": "outer steps", "tokens": "tokens read"}[x]
-    ax.set(xlabel=xlabel, ylabel="validation loss (nats a token)")
+    ax.set(xlabel=XLABELS[x], ylabel="validation loss (nats a token)")
     ends = table.groupby("method")[x].max()
     if ends.max() > 5 * ends.min() > 0:
         ax.set_xscale("log")  # step 0 is then not shown
@@ -414,6 +423,19 @@ def plan_losses(shown, target):
     return [partial(draw_losses, table=shown, x=x, target=target) for x in ("step", "tokens")]
 
 
+def plan_costs(shown, target):
+    """Loss against seconds, and against joules: those of all outer steps, without the warm-up."""
+    panels = []
+    one_device = shown.device.nunique() == 1
+    for name in ("seconds", "joules"):
+        of_steps = shown[name].mask(shown.step == 0, 0)  # that row has the warm-up's
+        if one_device and of_steps.notna().all():
+            so_far = of_steps.groupby(shown.run).cumsum()
+            rows = shown.assign(**{f"{name}_so_far": so_far})
+            panels.append(partial(draw_losses, table=rows, x=f"{name}_so_far", target=target))
+    return panels
+
+
 def plan_methods(table, shown, target):
     """Gauss-Newton beside its variants: against batch if one has several, else against steps.
 
@@ -511,6 +533,7 @@ def plan_comparison(asked, best):
     shown = keep_one_batch(best)
     plans = {
         "loss": plan_losses(shown, asked.target),
+        "costs": plan_costs(shown, asked.target),
         "methods": plan_methods(best, shown, asked.target),
         "step_sizes": plan_step_sizes(shown),
     }

@@ -13,8 +13,10 @@ def joules():
     is not clear which of the machine's GPUs are those of this process.
     """
     counters = find_counters()
+    if not counters:
+        return None
     try:
-        return sum(read() for read in counters) / 1000 if counters else None
+        return sum(read() for read in counters) / 1000
     except Exception:  # no failure of a counter is worth a run
         return None
 
@@ -30,16 +32,27 @@ def find_counters():
         return []
     try:
         pynvml.nvmlInit()
-        names = visible_gpus(pynvml.nvmlDeviceGetCount())
-        if len(names) != jax.local_device_count():
+        indices = visible_gpus(pynvml)
+        if len(indices) != jax.local_device_count():
             return []
-        devices = [pynvml.nvmlDeviceGetHandleByIndex(int(name)) for name in names]
-    except (pynvml.NVMLError, ValueError):  # a GPU may have a name that is no number
+        devices = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices]
+    except (pynvml.NVMLError, ValueError):  # a GPU may be named by a text instead of a number
         return []
     return [partial(pynvml.nvmlDeviceGetTotalEnergyConsumption, device) for device in devices]
 
 
-def visible_gpus(count):
-    """The numbers, as strings, of those of a machine's GPUs that CUDA shows to this process."""
+def visible_gpus(pynvml):
+    """The numbers of those of a machine's GPUs that CUDA shows to this process; none if unknown.
+
+    CUDA numbers GPUs of several kinds in another order than pynvml. Raises ValueError if
+    CUDA_VISIBLE_DEVICES has other names than numbers.
+    """
+    everything = range(pynvml.nvmlDeviceGetCount())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [str(number) for number in range(count)] if visible is None else visible.split(",")
+    if visible is None:
+        return [*everything]
+    handles = map(pynvml.nvmlDeviceGetHandleByIndex, everything)
+    kinds = {pynvml.nvmlDeviceGetName(handle) for handle in handles}
+    if len(kinds) > 1:
+        return []
+    return [int(name) for name in visible.split(",")]

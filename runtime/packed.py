@@ -41,15 +41,15 @@ def pack(folder):
 
 
 def read(path):
-    """The runs of a file, a list; none if there is no such file. Raises ValueError if damaged."""
+    """The runs of a file; an empty list if there is no such file. Raises ValueError if damaged."""
     path = Path(path)
     if not path.exists():
         return []
-    return [parse(line, place) for place, line in lines(path)]
+    return [parse(line, place) for place, line in places_and_lines(path)]
 
 
-def lines(path):
-    """The lines of a file and their places in it, such as "results/tiny.jsonl:3"."""
+def places_and_lines(path):
+    """A list of (place, line) of a file; a place is such as "results/tiny.jsonl:3"."""
     content = Path(path).read_text(encoding="utf-8").splitlines()
     return [(f"{path}:{number}", line) for number, line in enumerate(content, 1)]
 
@@ -58,14 +58,13 @@ def parse(line, place):
     """The run of a line. Raises ValueError if it is none."""
     try:
         saved = json.loads(line)
-        config, about = saved["config"], saved["about"]
+        run = {"config": saved["config"], "about": saved["about"]}
         rows = rows_of(saved["columns"])
-        is_run = isinstance(config, dict) and isinstance(about, dict)
     except files.UNREADABLE:
-        is_run = False
-    if not is_run:
+        raise ValueError(f"{place} is no packed run") from None
+    if {type(part) for part in run.values()} != {dict}:
         raise ValueError(f"{place} is no packed run")
-    return {"config": config, "about": about, "rows": rows}
+    return run | {"rows": rows}
 
 
 def rows_of(columns):
@@ -84,7 +83,7 @@ def columns_of(rows):
 
 
 def add(path, runs):
-    """Adds runs to a file behind those that it has, and makes the file if there is none.
+    """Adds runs to a file after those that it has, and makes the file if there is none.
 
     Runs that it has are not added again. Returns how many were added. Raises ValueError if what the
     file has is damaged.
@@ -121,4 +120,6 @@ def shorten(run):
 
 def shorten_number(value):
     """Six digits of a number that is not whole; anything else as it is."""
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.6g}")

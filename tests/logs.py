@@ -47,6 +47,13 @@ class Run:
         lines = Path(self.folder, "log.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
+    def on(self, device):
+        """Makes it a run on a device."""
+        path = Path(self.folder, "config.json")
+        saved = json.loads(path.read_text())
+        path.write_text(json.dumps(saved | {"about": {"device": device}}))
+        return self
+
     def cut(self, evaluations):
         """Ends the run early."""
         self.write(self.rows()[:evaluations])

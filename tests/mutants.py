@@ -703,8 +703,9 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("experiments.py", "a run that is older than a flag is made again", "    flags_then = defaults | saved[\"config\"]\n", "    flags_then = saved[\"config\"]\n"),
     ("experiments.py", "time that is up at the end of a run is not heard", "if minutes and time.monotonic() - start > 60 * minutes:", "if False:"),
     ("experiments.py", "one run that diverges ends an experiment", '    if "diverged" in last or last["step"] ==', '    if last["step"] =='),
-    ("runtime/energy.py", "the energy of other people's cards counts", '        if len(names) != jax.local_device_count():\n', '        if not names:\n'),
-    ("runtime/energy.py", "the energy of the first cards for that of the visible ones", "else visible.split(\",\")", "else [str(n) for n in range(len(visible.split(\",\")))]"),
+    ("runtime/energy.py", "the energy of other people's cards counts", "        if len(indices) != jax.local_device_count():\n", "        if not indices:\n"),
+    ("runtime/energy.py", "the energy of the first cards for that of the visible ones", 'return [int(name) for name in visible.split(",")]', 'return [*range(len(visible.split(",")))]'),
+    ("runtime/energy.py", "cards of several kinds are taken in any order", "    if len(kinds) > 1:\n", "    if False:\n"),
     ("train.py", "two runs make the same warm-up", "            while not files.hold(lock, stack):\n", "            while False:\n"),
     ("train.py", "the energy of the last step only", 'metrics["joules"] = earlier.get("joules", 0) + now', 'metrics["joules"] = now'),
     # bench.py

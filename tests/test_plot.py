@@ -55,6 +55,27 @@ def test_a_curve_is_the_mean_over_seeds_and_its_band_reaches_to_the_extremes(tmp
             np.testing.assert_allclose(y.max(), expected[:, i].max(), rtol=1e-12)
 
 
+def test_costs_are_those_of_the_steps_so_far(tmp_path):
+    """A mean over seeds; what came before the first step, the warm-up, does not count."""
+
+    def spend(run, **cost):
+        warm_up = dict.fromkeys(cost, 1e9)
+        costs = [warm_up, *8 * [cost]]
+        run.write([row | more for row, more in zip(run.rows(), costs, strict=True)])
+        return run
+
+    runs = [spend(Run(tmp_path, seed=seed), seconds=2.0 * seed, joules=500.0) for seed in (1, 2)]
+    for ax, step in zip(draw(*runs)["costs"].axes, (3.0, 500.0), strict=True):
+        x, y = curves(ax)["Gauss-Newton"]
+        np.testing.assert_allclose(x, step * np.arange(9))
+        np.testing.assert_allclose(y, np.add(runs[0].losses, runs[1].losses) / 2)
+
+    muon = spend(Run(tmp_path, "muon"), seconds=1.0)
+    assert len(draw(*runs, muon)["costs"].axes) == 1  # the energy of one method is not known
+    elsewhere = spend(Run(tmp_path, "soap").on("cpu"), seconds=1.0, joules=1.0)
+    assert "costs" not in draw(*runs, elsewhere)
+
+
 def test_a_curve_ends_where_the_first_of_its_seeds_ends(tmp_path):
     runs = [Run(tmp_path, seed=0).cut(7), Run(tmp_path, seed=1).cut(5)]
     x, y = curves(draw(*runs)["loss"].axes[0])["Gauss-Newton"]

@@ -16,10 +16,11 @@ class Counters(types.ModuleType):
     class NVMLError(Exception):
         pass
 
-    def __init__(self, gpus, has_counter=True):
+    def __init__(self, gpus, has_counter=True, kinds=1):
         super().__init__("pynvml")
         self.millijoules = [1000.0 * number for number in range(gpus)]
         self.has_counter = has_counter
+        self.kinds = kinds
 
     def nvmlInit(self):
         pass
@@ -29,6 +30,9 @@ class Counters(types.ModuleType):
 
     def nvmlDeviceGetHandleByIndex(self, number):
         return number
+
+    def nvmlDeviceGetName(self, number):
+        return f"kind {number % self.kinds}"
 
     def nvmlDeviceGetTotalEnergyConsumption(self, number):
         if not self.has_counter:
@@ -65,6 +69,17 @@ def test_energy_of_gpus_that_are_not_those_of_jax_is_not_known(four_gpus, monkey
     monkeypatch.setitem(sys.modules, "pynvml", Counters(8))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert energy.joules() is None
+
+
+def test_energy_of_some_gpus_of_several_kinds_is_not_known(four_gpus, monkeypatch):
+    """CUDA and the counters number them in different orders. All of them are known."""
+    monkeypatch.setitem(sys.modules, "pynvml", Counters(8, kinds=2))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    assert energy.joules() is None
+    energy.find_counters.cache_clear()
+    monkeypatch.setitem(sys.modules, "pynvml", Counters(4, kinds=2))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert energy.joules() is not None
 
 
 @pytest.mark.parametrize("library", [None, Counters(8), Counters(4, has_counter=False)])
