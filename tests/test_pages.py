@@ -353,16 +353,15 @@ def test_layerwise_takes_so_many_steps_of_12m_tokens():
     reached = [run["rows"][-1]["step"] for run in runs if run["rows"][-1]["val_loss"] <= 3.21]
     steps = layerwise["rows"][-1]["step"]
     assert layerwise["rows"][-1]["val_loss"] <= 3.21
-    assert [*map(min(reached).__eq__, reached)] == 4 * [True]
+    assert reached == 4 * [min(reached)]
     words, tuning = words_of("RESULTS.md", "docs/tuning.md")
     ratio = f"{steps / min(reached):.1f}"
     assert f"It needs {steps} steps, and full Gauss-Newton {min(reached)} there: {ratio}" in words
     assert f"four of its settings need {min(reached)} steps" in words
     assert f"its layerwise form need? | 1.4 | 1 on `tiny`; {ratio} on `5m`" in words
-    cost = sum_of_steps(layerwise, "seconds"), sum_of_steps(layerwise, "joules") / 1000
-    assert (
-        "{} steps of the layerwise form take {:.0f} s and {:.0f} kJ".format(steps, *cost) in words
-    )
+    seconds = sum_of_steps(layerwise, "seconds")
+    kilojoules = sum_of_steps(layerwise, "joules") / 1000
+    assert f"{steps} steps of the layerwise form take {seconds:.0f} s and {kilojoules:.0f}" in words
     assert f"It was at the target after {steps} steps." in tuning
 
 
