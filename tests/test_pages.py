@@ -213,6 +213,36 @@ def test_where_an_inner_loop_starts_and_how_often_it_reads_matters_as_is_said():
     assert f"gains {gains[0]} without a restart and {gains[1]} with one." in words
 
 
+def test_a_larger_batch_costs_as_much_as_is_said():
+    """Each loss is that of the better learning rate; the batches are 16k to 262k."""
+    asked, groups = groups_of("results/tiny-batches.jsonl")
+    best = groups.drop_duplicates(["method", "batch"])
+    losses = best.pivot(index="method", columns="batch", values="loss")
+    rises = (losses[262_144] - losses[32_768]).map("{:.3f}".format)
+    (words,) = words_of("RESULTS.md")
+    assert f"full Gauss-Newton rises by {rises.gn}, that of prox-linear by {rises.gn_prox}" in words
+    assert f"that of layerwise by {rises.layerwise_gn}. The losses" in words
+    assert f"AdamW rise by {rises.soap}, {rises.muon} and {rises.adamw}." in words
+
+    ratios = []
+    rivals = comparison.find_rivals(groups)
+    for group in best[best.method == "gn"].sort_values("batch").itertuples():
+        rival = rivals[group.batch]
+        (its_steps,) = comparison.count_steps_to(asked, rival, rival).values()
+        (steps,) = comparison.count_steps_to(asked, group, rival).values()
+        ratios.append(f"{its_steps / steps:.1f}".removesuffix(".0"))
+    first, *rest = ratios
+    assert f"{first} times fewer steps at 16k, and {', '.join(rest[:-1])} and {rest[-1]}" in words
+
+    bound = losses[1024].muon
+    assert f"comes to {bound:.3f} after 2,560 steps" in words
+    gn, prox = (losses.loc[method].min() - bound for method in ("gn", "gn_prox"))
+    assert f"full Gauss-Newton ends {gn:.3f} above it, and prox-linear {prox:.3f}." in words
+    smallest = losses[16_384].map("({:.3f})".format)
+    assert f"full Gauss-Newton {smallest.gn} is behind prox-linear {smallest.gn_prox}" in words
+    assert f"and layerwise {smallest.layerwise_gn}." in words
+
+
 def test_gauss_newton_at_5m_is_as_far_as_is_said():
     """From the baseline, from prox-linear, and from its own best setting."""
     asked, groups = groups_of("results/5m-grids.jsonl")
