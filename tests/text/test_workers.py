@@ -77,7 +77,7 @@ def test_what_the_work_raises_reaches_the_caller():
 
 def test_a_worker_that_is_killed_is_said_and_one_that_hears_ctrl_c_goes_on():
     with Workers(BYTES, 2) as workers:
-        work = workers.map(ids_of, CHUNKS * 9)
+        work = workers.map(ids_of, CHUNKS * 1000)  # far more than are in hand
         next(work)
         for process in workers_alive():
             os.kill(process.pid, signal.SIGINT)
