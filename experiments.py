@@ -216,8 +216,8 @@ EXPERIMENTS["5m-12m"] = Experiment(
 )
 
 
-# The flags in which two commands for one run may differ. Of the text, the path may differ.
-MAY_DIFFER = (*train.MAY_DIFFER, "data", "save_every")
+# Flags that do not count where a saved run is compared with a command. Of a text, its hash counts.
+UNCOUNTED = (*train.MAY_DIFFER, "data", "save_every")
 
 
 # ---- what there is to do -------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def find_missing(tasks, saved_runs):
 
 
 def is_same(saved, run):
-    """Whether a packed run was made with the flags of a Run, but for those that may differ."""
+    """Whether a packed run was made with the flags of a Run that count."""
     fields = train.fields_of_all(run.config.method)
     # A flag that is newer than the saved run had its default there.
     defaults = {name: flag.default for name, flag in fields.items()}
@@ -277,9 +277,9 @@ def is_same(saved, run):
 
 
 def flags_that_count(run):
-    """The flags of a Run as JSON has them, but for those in which its commands may differ."""
+    """The flags of a Run as JSON has them, but for those that are UNCOUNTED."""
     as_json = json.loads(json.dumps(run.values))
-    return {name: value for name, value in as_json.items() if name not in MAY_DIFFER}
+    return {name: value for name, value in as_json.items() if name not in UNCOUNTED}
 
 
 def has_ended(saved):
@@ -305,6 +305,9 @@ def train_missing(name, tasks, minutes):
     file = results_of(name)
     start = time.monotonic()
     with Signals(), stopping_after(minutes):
+        if tasks:  # all read one text
+            run = tasks[0].run
+            check_text(file, find_held_out(run), run.config.out)
         for number, task in enumerate(tasks, 1):
             if minutes and time.monotonic() - start > 60 * minutes:
                 raise Stop(signal.SIGTERM)  # the time was up when a run had just come to its end
@@ -342,7 +345,6 @@ def train_one(file, task):
     Returns the exit status: 0 if it has ended, also if it has diverged.
     """
     folder = task.run.config.out
-    check_text(file, find_held_out(task.run), folder)
     if jax.default_backend() == "cpu":
         jax.clear_caches()  # on a CPU, a process can map only so many compiled programs
     status = train.main(task.words)
@@ -352,7 +354,7 @@ def train_one(file, task):
     saved = packed.pack(folder)
     if not has_ended(saved):
         return 1
-    # Again: meanwhile, another command may have added runs, or the folder was that of another text.
+    # Another command, on another text, may have added the first runs of the file meanwhile.
     check_text(file, comparison.held_out_of(saved["config"]), folder)
     packed.add(file, [saved])
     return 0

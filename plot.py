@@ -158,7 +158,7 @@ XLABELS = {
 
 
 def draw_losses(ax, table, x, target=None):
-    """Validation loss against x, a column of XLABELS, for a table with one batch of each method.
+    """Validation loss against x, one of XLABELS, for a table with one batch of each method.
 
     target: a loss, drawn as a dotted line; the labels then tell how many steps were taken to it.
     """
@@ -425,14 +425,15 @@ def plan_losses(shown, target):
 
 def plan_costs(shown, target):
     """Loss against seconds, and against joules: those of all outer steps, without the warm-up."""
+    if shown.device.nunique() > 1:
+        return []
     panels = []
-    one_device = shown.device.nunique() == 1
     for name in ("seconds", "joules"):
         of_steps = shown[name].mask(shown.step == 0, 0)  # that row has the warm-up's
-        if one_device and of_steps.notna().all():
-            so_far = of_steps.groupby(shown.run).cumsum()
-            rows = shown.assign(**{f"{name}_so_far": so_far})
-            panels.append(partial(draw_losses, table=rows, x=f"{name}_so_far", target=target))
+        if of_steps.notna().all():
+            x = f"{name}_so_far"
+            rows = shown.assign(**{x: of_steps.groupby(shown.run).cumsum()})
+            panels.append(partial(draw_losses, table=rows, x=x, target=target))
     return panels
 
 

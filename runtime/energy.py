@@ -44,8 +44,8 @@ def find_counters():
 def visible_gpus(pynvml):
     """The numbers of those of a machine's GPUs that CUDA shows to this process; none if unknown.
 
-    CUDA numbers GPUs of several kinds in another order than pynvml. Raises ValueError if
-    CUDA_VISIBLE_DEVICES has other names than numbers.
+    If the machine has GPUs of several kinds, CUDA may number them in another order than pynvml.
+    Raises ValueError if CUDA_VISIBLE_DEVICES has other names than numbers.
     """
     everything = range(pynvml.nvmlDeviceGetCount())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -109,7 +109,10 @@ def locked(path, wait=True):
 
 
 def hold(path, stack):
-    """Holds a file until a stack closes, if no other process has it. Returns whether it is held."""
+    """Holds a file until a stack closes, if no other process has it. Returns whether it is held.
+
+    stack: an ExitStack, to which the hold is added.
+    """
     try:
         stack.enter_context(locked(path, wait=False))
     except BlockingIOError:

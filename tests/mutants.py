@@ -697,7 +697,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("experiments.py", "a run is made again on another machine", "        if not any(is_same(saved, task.run) for saved in ended):\n", "        if True:\n"),
     ("experiments.py", "a run that was stopped counts as made", "    if not has_ended(saved):\n", '    if not saved["rows"]:\n'),
     ("experiments.py", "texts are mixed in one file", '    check_text(file, comparison.held_out_of(saved["config"]), folder)\n', ""),
-    ("experiments.py", "another text is found out when a run has ended", "    check_text(file, find_held_out(task.run), folder)\n", ""),
+    ("experiments.py", "another text is found out when a run has ended", "            check_text(file, find_held_out(run), run.config.out)\n", ""),
     ("experiments.py", "two commands train one run", "        is_free = files.hold(lock, stack)\n", "        is_free = True\n"),
     ("experiments.py", "what another command has trained is trained again", "yield is_free and bool(find_missing([task], packed.read(results_of(name))))", "yield is_free"),
     ("experiments.py", "a run that is older than a flag is made again", "    flags_then = defaults | saved[\"config\"]\n", "    flags_then = saved[\"config\"]\n"),
