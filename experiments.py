@@ -190,7 +190,10 @@ EXPERIMENTS["5m-12m-grids"] = Experiment(
 {FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.006 --line-search 10
 {FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.006 --damping 0.00001,0.0001
 {FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.01 --damping 0.0001
-{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.003,0.006 --b2 0.95
+{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.003,0.0045,0.006 --b2 0.95
+{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.006,0.01 --b2 0.95 --damping 0.0001
+{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.006 --b2 0.95 --damping 0.001
+{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.003 --b2 0.9
 {FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.003,0.006 --average 0.99
 {FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.006,0.01 --inner-batch 64
 {FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.0015,0.002
@@ -202,7 +205,7 @@ EXPERIMENTS["5m-12m-grids"] = Experiment(
 {FIVE_M_GN} --schedule 'global cosine' --steps 6 --lr 0.006 --average 0.99
 {FIVE_M_PROX} --average 0 --steps 6 --lr 0.003,0.006
 {FIVE_M_PROX} --average 0.99 --steps 6 --lr 0.006
-{FIVE_M_PROX} --average 0.99 --steps 5 --lr 0.006
+{FIVE_M_PROX} --average 0.99 --steps 5 --lr 0.006 --b2 0.999,0.95
 {FIVE_M_PROX} --average 0.99 --steps 4 --lr 0.006,0.01
 {FIVE_M_LAYERWISE} --schedule 'constant+inner cosine' --steps 10 --lr 0.003,0.006,0.01
 {FIVE_M_SOAP} --steps 100 --lr 0.005,0.01
@@ -219,6 +222,7 @@ EXPERIMENTS["5m-12m"] = Experiment(
 {FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.006 --damping 0.00001 --seed 1,2,3
 {FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.003 --seed 1,2,3
 {FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.003 --seed 4,5,6
+{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.003 --b2 0.95 --seed 4,5,6
 {FIVE_M_LAYERWISE} --schedule 'constant+inner cosine' --steps 12 --lr 0.006 --seed 1,2,3
 {FIVE_M_PROX} --average 0.99 --steps 6 --lr 0.006 --seed 1,2,3
 {FIVE_M_SOAP} --steps 100 --lr 0.005 --seed 1,2,3
