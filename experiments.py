@@ -232,11 +232,11 @@ EXPERIMENTS["5m-12m"] = Experiment(
 
 EXPERIMENTS["5m-12m-dtypes"] = Experiment(
     "Does float32 change what Gauss-Newton and prox-linear need to a loss of 3.21?",
-    "--model 5m --batch 12m --target-loss 3.21 --seed 1",
+    "--model 5m --batch 12m --dtype float32,bfloat16 --target-loss 3.21 --seed 1",
     f"""
-{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.003 --dtype float32,bfloat16
-{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.006 --dtype float32,bfloat16
-{FIVE_M_PROX} --average 0.99 --steps 6 --lr 0.006 --dtype float32,bfloat16
+{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.003
+{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.006
+{FIVE_M_PROX} --average 0.99 --steps 6 --lr 0.006
 """,
 )
 
