@@ -249,8 +249,6 @@ EXPERIMENTS["5m-12m-start"] = Experiment(
 """,
 )
 
-GN_COSINE = "--method gn --schedule 'global cosine'"
-
 EXPERIMENTS["5m-12m-late"] = Experiment(
     "How many steps of 12m tokens does each method need to a loss of 3.1, from such a lower loss?",
     "--model 5m --batch 12m --dtype bfloat16 --warmup-tokens 20m --target-loss 3.1 --seed 1,2,3",
@@ -264,18 +262,6 @@ EXPERIMENTS["5m-12m-late"] = Experiment(
 )
 
 GN_COSINE = "--method gn --schedule 'global cosine'"
-
-EXPERIMENTS["5m-12m-late"] = Experiment(
-    "How many steps does each method need to a loss of 3.1, from the lower loss of 5m-12m-start?",
-    "--model 5m --batch 12m --dtype bfloat16 --target-loss 3.1 --warmup-tokens 20m",
-    f"""
-{FIVE_M_MUON} --average 0.4 --steps 120 --lr 0.03
-{FIVE_M_SOAP} --steps 100 --lr 0.005
-{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.003 --b2 0.999,0.95
-{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.006
-{FIVE_M_PROX} --average 0.99 --steps 3,4,6 --lr 0.006
-""",
-)
 
 # A line search reads an eighth of a batch, and a run is evaluated 25 times, or after each step.
 EXPERIMENTS["5m-batches"] = Experiment(
