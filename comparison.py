@@ -49,6 +49,7 @@ TASK = [*NETWORK, "tokenizer", "held_out", "eval_tokens"]  # or losses cannot be
 # Flags that are no part of a setting. The text of a run is there as its hash, "data".
 UNCOUNTED = ["out", "tokens", "eval_every", "save_every", "micro_batch"]
 UNCOUNTED += ["warmup_fraction", "corpus"]
+USUAL_SHARE = 0.75  # of settings that have the same value of a flag, so that it is the usual one
 SCHEDULES = {*gn.SCHEDULES, *baselines.SCHEDULES}
 
 
@@ -517,19 +518,42 @@ def rows_of_runs(comparison, group):
 def label_groups(groups):
     """A label for each row of a table with one row for each group: what tells it from others.
 
-    It names the flags in which the groups of its method differ: "lr 0.01, schedule constant". The
-    label of the only group of a method is "-".
+    It names the flags in which the groups of its method differ: "lr 0.01, schedule constant". A
+    value that is the usual one of a flag is not named. The label of the only group of a method is
+    "-"; of several, one that is usual in everything is "the usual one".
     """
     labels = pd.Series("-", index=groups.index)
     for _, of_method in groups.groupby("method"):
-        names = find_varied([*of_method.setting])
+        settings = [*of_method.setting]
+        names = find_varied(settings)
+        usual = find_usual(settings)
         for group, setting in of_method.setting.items():
             words = []
             for name in names:
-                value = format_value(setting.get(name))
-                words.append(f"{name.replace('_', ' ')} {value}")
-            labels[group] = ", ".join(words) or "-"
+                if name not in usual or setting.get(name) != usual[name]:
+                    words.append(name_value(name, setting.get(name)))
+            if names:
+                labels[group] = ", ".join(words) or "the usual one"
     return labels
+
+
+def find_usual(settings):
+    """{name: value} of the flags in which settings differ, but most have one value.
+
+    Of few settings, all flags are worth naming: "most" are USUAL_SHARE of them.
+    """
+    usual = {}
+    for name in find_varied(settings):
+        values = [setting.get(name) for setting in settings]
+        value = max(values, key=values.count)
+        if values.count(value) >= USUAL_SHARE * len(values):
+            usual[name] = value
+    return usual
+
+
+def name_value(name, value):
+    """A flag and its value in words, such as "inner batch 32"."""
+    return f"{name.replace('_', ' ')} {format_value(value)}"
 
 
 def find_varied(settings):

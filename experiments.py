@@ -63,6 +63,15 @@ EXPERIMENTS["tiny-variants"] = Experiment(
     "--method gn --restart false,true --inner-epochs 1,2 --seed 0,1,2",
 )
 
+EXPERIMENTS["tiny-line-search"] = Experiment(
+    "Does Gauss-Newton need its line search (Appendix D)?",
+    f"{TINY} --method gn --seed 0,1,2",
+    """
+--line-search 5 --average 0
+--line-search 0 --average 0,0.99
+""",
+)
+
 EXPERIMENTS["tiny-grids"] = Experiment(
     "What is the best setting of each method, on tiny?",
     TINY,
@@ -165,7 +174,7 @@ EXPERIMENTS["5m"] = Experiment(
 {FIVE_M_LAYERWISE} --schedule 'constant+inner cosine' --lr 0.01
 {FIVE_M_SOAP} --average 0.4 --lr 0.005
 {FIVE_M_MUON} --average 0.4 --lr 0.02
-{FIVE_M_ADAMW} --b2 0.95 --lr 0.003
+{FIVE_M_ADAMW} --b2 0.95 --lr 0.001
 """,
 )
 

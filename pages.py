@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runtime.command import BadInput
+from tables import UNNAMED
 
 ROOT = Path(__file__).parent
 MARK = re.compile(r"<!-- (?P<file>results/\S+\.jsonl): (?P<name>[^\n]+?) -->\n+")
-TABLE = re.compile(r"(\|[^\n]*\n)*")
+TABLE = re.compile(rf"(\|[^\n]*\n)*(\n{UNNAMED}([^\n]+\n)+)?")  # with the sentence below it
 PICTURE = re.compile(r"!\[[^\]]*\]\((?P<path>[^)]+)\)")
 FIGURE = "figure "  # what the name of a figure begins with
 

@@ -7,17 +7,29 @@
     Settings of AdamW ..     all settings that were tried, the best first (Appendix H), where a
                              batch has several
 
-A setting is named by the flags in which the runs of its method differ; "-" names the only one. Its
-loss is the mean over seeds. What is the same in all lines of a table is in its title or nowhere.
+A setting is named by the flags in which the runs of its method differ; "-" names the only one. A
+value that most settings have is named once, below the table of all settings. The loss of a setting
+is the mean over seeds. What is the same in all lines of a table is in its title or nowhere.
 comparison.py tells which runs are compared, and which setting of a method and batch is the best.
 """
 
+import textwrap
+
 import numpy as np
 
-from comparison import count_steps_to, find_rivals, measure_cost, summarize_groups
+from comparison import (
+    count_steps_to,
+    find_rivals,
+    find_usual,
+    measure_cost,
+    name_value,
+    summarize_groups,
+)
 
 IN_WORDS = {"method", "setting", "device"}  # columns whose cells start at the left
 NOTHING = "-"
+UNNAMED = "Where a line does not name them:"  # the values that most settings of a table have
+PAGE_WIDTH = 120
 
 
 def tabulate(comparisons):
@@ -71,15 +83,23 @@ def tabulate_costs(best, comparison):
 
 
 def tabulate_settings(groups, comparison):
-    """The table of all settings of a method, the best of each batch first."""
+    """The table of all settings of a method, the best of each batch first.
+
+    A sentence below it names the values that most of them have, and that the lines do not name.
+    """
     lines = []
     for group in groups.sort_values("batch", kind="stable").itertuples():
         line = {"batch": format_count(group.batch), "setting": group.label}
         if comparison.target is not None:
             line |= describe_steps(group)
         lines.append(line | describe_loss(group))
-    title = groups.title.iloc[0]
-    return title_table(f"Settings of {title} {describe_question(comparison)}", lines)
+    method = groups.title.iloc[0]
+    title, table = title_table(f"Settings of {method} {describe_question(comparison)}", lines)
+    usual = find_usual([*groups.setting])
+    if usual:
+        words = ", ".join(name_value(name, value) for name, value in usual.items())
+        table += "\n" + textwrap.fill(f"{UNNAMED} {words}.", PAGE_WIDTH) + "\n"
+    return title, table
 
 
 def title_table(title, lines):

@@ -152,8 +152,8 @@ DEFAULTS = {  # of flags, for each model; each has either steps or tokens
 # of steps: as fractions of a short run, they would let the learning rate rise too fast.
 TUNED = {
     "5m": {
-        "gn_prox": {"average": 0.0},
-        "adamw": {"schedule": "constant", "warmup_steps": 5},
+        "gn_prox": {"average": 0.99},
+        "adamw": {"lr": 0.001, "schedule": "constant", "warmup_steps": 5},
         "muon": {"lr": 0.02, "schedule": "constant", "warmup_steps": 5, "average": 0.4},
         "soap": {"lr": 0.005, "schedule": "constant", "warmup_steps": 5, "average": 0.4},
     },

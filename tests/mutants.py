@@ -682,6 +682,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("comparison.py", "the worst baseline is the one to beat", "            rivals.setdefault(group.batch, group)\n", "            rivals[group.batch] = group\n"),
     ("comparison.py", "the step that compiles counts as a cost", "    is_warm = rows.step - changes.step >= 1\n", "    is_warm = rows.step > 0\n"),
     ("comparison.py", "seconds of a row are those of one step", "(rows.seconds / changes.step)", "rows.seconds"),
+    ("comparison.py", "the most usual value is never named", ">= USUAL_SHARE * len(values)", ">= 0"),
     # tables.py
     ("tables.py", "ratios to the most steps of Gauss-Newton", "steps[steps > 0].min()", "steps[steps > 0].max()"),
     ("tables.py", "a diverged setting has a loss", '    if group.diverged:\n        cells["loss"] = "diverged"', '    if False:\n        cells["loss"] = "diverged"'),
@@ -689,7 +690,8 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("tables.py", "a table of settings that says nothing new", "of_method.batch.duplicated().any()", "len(of_method) > 1"),
     ("tables.py", "a missing count is nan", "    if number != number:\n        return NOTHING\n    if 0 <", "    if False:\n        return NOTHING\n    if 0 <"),
     # pages.py and the results that are kept
-    ("pages.py", "a table's words go with it", "TABLE = re.compile(r\"(\\|[^\\n]*\\n)*\")", "TABLE = re.compile(r\"([^\\n]+\\n)*\")"),
+    ("pages.py", "a table's words go with it", "(\\|[^\\n]*\\n)*(", "([^\\n]+\\n)*("),
+    ("pages.py", "the sentence below a table is doubled", "([^\\n]+\\n)+)?", "){{0}}"),
     ("pages.py", "the second table of a page is put in a wrong place", "for mark in reversed(find_marks(text)):", "for mark in find_marks(text):"),
     ("plot.py", "pages of results that are not given change", "        if (pages.ROOT / file).resolve() in given:\n", "        if given:\n"),
     ("runtime/packed.py", "a path of this machine is published", 'config = saved["config"] | {"data": text}', 'config = saved["config"]'),

@@ -287,3 +287,26 @@ def test_a_setting_is_named_by_the_flags_in_which_its_method_differs(tmp_path):
     runs = [Run(tmp_path, steps=steps, guard=guard) for steps, guard in ((8, True), (9, False))]
     groups = summarize_groups(Comparison(read(*runs), target=3.0))
     assert sorted(groups.label) == ["guard false, steps 9", "guard true, steps 8"]
+
+
+def label_settings(path, *settings):
+    """The labels of runs that differ in a few flags, sorted."""
+    usual = {"lr": 0.1, "momentum": 0.95, "restart": False}
+    (asked,) = compare_at_tokens(read(*[Run(path, **usual | flags) for flags in settings]))
+    return sorted(summarize_groups(asked).label)
+
+
+def test_what_most_settings_have_is_not_named(tmp_path):
+    """Three of four are most, two are not."""
+    settings = [{}, {"lr": 0.2}, {"restart": True}, {"restart": True, "momentum": 0.9}]
+    assert label_settings(tmp_path, *settings) == [
+        "lr 0.2, restart false",
+        "momentum 0.9, restart true",
+        "restart false",
+        "restart true",
+    ]
+
+
+def test_a_setting_may_be_usual_in_everything(tmp_path):
+    labels = label_settings(tmp_path, {}, {"lr": 0.2}, {"momentum": 0.9}, {"restart": True})
+    assert labels == ["lr 0.2", "momentum 0.9", "restart true", "the usual one"]

@@ -58,6 +58,22 @@ def test_iteration_complexity_is_the_papers_ratio_to_gauss_newton(tmp_path):
     assert [line["steps"] for line in settings] == ["54", "60"]
 
 
+def test_what_most_settings_have_is_said_below_their_table(tmp_path):
+    """In lines as long as those of the pages."""
+    flags = {f"flag_{letter}": 1 for letter in "abcdefghijkl"}
+    settings = [flags] + [flags | {name: 2} for name in flags]
+    table = read_runs([Run(tmp_path, **setting).folder for setting in settings])
+    found = dict(tables.tabulate(compare_at_tokens(table)))
+    lines, *sentence = found["Settings of Gauss-Newton after 32.8k tokens, batch 4.1k"].split(
+        "\n\n"
+    )
+    assert "| flag c 2 " in lines and "| the usual one " in lines
+    (words,) = sentence
+    assert max(map(len, words.splitlines())) <= 120 < len(words)
+    names = ", ".join(f"flag {letter} 1" for letter in "abcdefghijkl")
+    assert " ".join(words.split()) == f"Where a line does not name them: {names}."
+
+
 def test_ratios_are_to_the_fewest_steps_of_gauss_newton_at_any_batch(tmp_path):
     runs = []
     for method, batch, step in (("gn", 4096, 20), ("gn", 8192, 10), ("muon", 8192, 30)):
