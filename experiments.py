@@ -69,6 +69,7 @@ EXPERIMENTS["tiny-line-search"] = Experiment(
     """
 --line-search 5 --average 0
 --line-search 0 --average 0,0.99
+--line-search 0 --average 0.99 --lr 0.003,0.001
 """,
 )
 
