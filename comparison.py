@@ -49,7 +49,7 @@ TASK = [*NETWORK, "tokenizer", "held_out", "eval_tokens"]  # or losses cannot be
 # Flags that are no part of a setting. The text of a run is there as its hash, "data".
 UNCOUNTED = ["out", "tokens", "eval_every", "save_every", "micro_batch"]
 UNCOUNTED += ["warmup_fraction", "corpus"]
-USUAL_SHARE = 0.75  # of settings that have the same value of a flag, so that it is the usual one
+USUAL_SHARE = 0.75  # the share of settings that must have a value to make it usual
 SCHEDULES = {*gn.SCHEDULES, *baselines.SCHEDULES}
 
 
@@ -375,7 +375,6 @@ def summarize_groups(comparison):
 
     Its columns are method, title, place, batch, setting, and these:
 
-    label                    see `label_groups`
     diverged, reached        whether a run diverged; whether all come to the target
     finished                 whether runs are finished; if so, only finished runs of it count
     loss, lowest, highest    final loss: the mean over runs, and the extremes
@@ -407,7 +406,6 @@ def summarize_groups(comparison):
         steps_of_runs=("steps_to_target", list),
     )
     groups["reached"] = groups.steps_to_target.notna()
-    groups["label"] = label_groups(groups)
 
     # Without a target, no group has reached it, so that the middle three decide nothing.
     is_ascending = {
@@ -515,43 +513,45 @@ def rows_of_runs(comparison, group):
 # ---- the names of settings -----------------------------------------------------------------------
 
 
-def label_groups(groups):
+def label_groups(groups, usual=None):
     """A label for each row of a table with one row for each group: what tells it from others.
 
-    It names the flags in which the groups of its method differ: "lr 0.01, schedule constant". A
-    value that is the usual one of a flag is not named. The label of the only group of a method is
-    "-"; of several, one that is usual in everything is "the usual one".
+    It names the flags in which the groups of its method differ: "lr 0.01, schedule constant". It is
+    "-" if they differ in nothing but their batch.
+
+    usual: {method: {name: value}}, values that are not named; see `find_usual`. The label of a
+    group that has all of them is "all as usual".
     """
     labels = pd.Series("-", index=groups.index)
-    for _, of_method in groups.groupby("method"):
-        settings = [*of_method.setting]
-        names = find_varied(settings)
-        usual = find_usual(settings)
+    for method, of_method in groups.groupby("method"):
+        names = find_varied([*of_method.setting])
+        if not names:
+            continue
+        unnamed = (usual or {}).get(method, {})
         for group, setting in of_method.setting.items():
             words = []
             for name in names:
-                if name not in usual or setting.get(name) != usual[name]:
-                    words.append(name_value(name, setting.get(name)))
-            if names:
-                labels[group] = ", ".join(words) or "the usual one"
+                if name not in unnamed or setting.get(name) != unnamed[name]:
+                    words.append(describe_flag(name, setting.get(name)))
+            labels[group] = ", ".join(words) or "all as usual"
     return labels
 
 
 def find_usual(settings):
-    """{name: value} of the flags in which settings differ, but most have one value.
+    """{name: value} of the flags that differ between settings, but have one value in most of them.
 
-    Of few settings, all flags are worth naming: "most" are USUAL_SHARE of them.
+    Most are USUAL_SHARE or more. So of fewer than four settings, no value is usual.
     """
     usual = {}
     for name in find_varied(settings):
-        values = [setting.get(name) for setting in settings]
-        value = max(values, key=values.count)
-        if values.count(value) >= USUAL_SHARE * len(values):
-            usual[name] = value
+        texts = [json.dumps(setting.get(name)) for setting in settings]
+        text = max(texts, key=texts.count)
+        if texts.count(text) >= USUAL_SHARE * len(texts) and text != "null":
+            usual[name] = json.loads(text)
     return usual
 
 
-def name_value(name, value):
+def describe_flag(name, value):
     """A flag and its value in words, such as "inner batch 32"."""
     return f"{name.replace('_', ' ')} {format_value(value)}"
 

@@ -10,7 +10,8 @@ it names follows it:
     <!-- results/tiny.jsonl: figure loss -->
     ![what the figure shows](docs/loss.png)
 
-So no number in a table is typed by hand, and every one can be traced to a run.
+The line on usual values below a table (see tables.py) belongs to it, and is replaced too. So no
+number in a table is typed by hand, and every one can be traced to a run.
 """
 
 import re
@@ -18,11 +19,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runtime.command import BadInput
-from tables import UNNAMED
+from tables import USUAL
 
 ROOT = Path(__file__).parent
 MARK = re.compile(r"<!-- (?P<file>results/\S+\.jsonl): (?P<name>[^\n]+?) -->\n+")
-TABLE = re.compile(rf"(\|[^\n]*\n)*(\n{UNNAMED}([^\n]+\n)+)?")  # with the sentence below it
+LINE_END = r"[^\n]*(\n|\Z)"
+TABLE = re.compile(rf"(\|{LINE_END})*(\n{USUAL}{LINE_END})?")
 PICTURE = re.compile(r"!\[[^\]]*\]\((?P<path>[^)]+)\)")
 FIGURE = "figure "  # what the name of a figure begins with
 

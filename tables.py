@@ -7,29 +7,28 @@
     Settings of AdamW ..     all settings that were tried, the best first (Appendix H), where a
                              batch has several
 
-A setting is named by the flags in which the runs of its method differ; "-" names the only one. A
-value that most settings have is named once, below the table of all settings. The loss of a setting
-is the mean over seeds. What is the same in all lines of a table is in its title or nowhere.
+A setting is named by the flags in which the runs of its method differ; "-" if there are none. A
+value that most settings of a method have is not named in the lines, but once, in a sentence below
+the table. The loss of a setting is the mean over seeds. What is the same in all lines of a table is
+in its title or nowhere.
 comparison.py tells which runs are compared, and which setting of a method and batch is the best.
 """
-
-import textwrap
 
 import numpy as np
 
 from comparison import (
     count_steps_to,
+    describe_flag,
     find_rivals,
     find_usual,
+    label_groups,
     measure_cost,
-    name_value,
     summarize_groups,
 )
 
 IN_WORDS = {"method", "setting", "device"}  # columns whose cells start at the left
 NOTHING = "-"
-UNNAMED = "Where a line does not name them:"  # the values that most settings of a table have
-PAGE_WIDTH = 120
+USUAL = "Unless a line says otherwise:"  # how the sentence on usual values begins
 
 
 def tabulate(comparisons):
@@ -37,19 +36,26 @@ def tabulate(comparisons):
     tables = []
     for comparison in comparisons:
         groups = summarize_groups(comparison)
+        usual = {}
+        for method, of_method in groups.groupby("method"):
+            usual[method] = find_usual([*of_method.setting])
+        groups["label"] = label_groups(groups, usual)
         best = groups.drop_duplicates(["method", "batch"])
         best = best.sort_values(["place", "batch"], kind="stable")
-        tables.append(tabulate_best(best, comparison, find_rivals(groups)))
+        tables.append(tabulate_best(best, comparison, find_rivals(groups), usual))
         if comparison.target is None and comparison.table.seconds.notna().any():
             tables.append(tabulate_costs(best, comparison))
         for _, of_method in groups.groupby("place"):
             if of_method.batch.duplicated().any():
-                tables.append(tabulate_settings(of_method, comparison))
+                tables.append(tabulate_settings(of_method, comparison, usual))
     return tables
 
 
-def tabulate_best(best, comparison, rivals):
-    """The table of the best settings; best: rows of `summarize_groups`; rivals: `find_rivals`."""
+def tabulate_best(best, comparison, rivals, usual):
+    """The table of the best settings.
+
+    best: rows of `summarize_groups`; rivals: `find_rivals`; usual: {method: its `find_usual`}.
+    """
     reference = find_reference(best)
     lines = []
     for group in best.itertuples():
@@ -64,7 +70,12 @@ def tabulate_best(best, comparison, rivals):
             line["steps / GN's"] = format_number(group.steps_to_target / reference)
         lines.append(line)
     asked = "Losses" if comparison.target is None else "Steps"
-    return title_table(f"{asked} {describe_question(comparison)}", lines)
+    parts = []
+    for group in best.drop_duplicates("method").itertuples():
+        if usual[group.method]:
+            parts.append(f"{group.title} has {describe_flags(usual[group.method])}")
+    title, table = title_table(f"{asked} {describe_question(comparison)}", lines)
+    return title, table + say_usual(parts)
 
 
 def tabulate_costs(best, comparison):
@@ -82,10 +93,10 @@ def tabulate_costs(best, comparison):
     return title_table(f"Costs of a step, {describe_question(comparison)}", lines)
 
 
-def tabulate_settings(groups, comparison):
+def tabulate_settings(groups, comparison, usual):
     """The table of all settings of a method, the best of each batch first.
 
-    A sentence below it names the values that most of them have, and that the lines do not name.
+    usual: as `tabulate_best` takes it.
     """
     lines = []
     for group in groups.sort_values("batch", kind="stable").itertuples():
@@ -93,13 +104,19 @@ def tabulate_settings(groups, comparison):
         if comparison.target is not None:
             line |= describe_steps(group)
         lines.append(line | describe_loss(group))
-    method = groups.title.iloc[0]
+    method, name = groups.title.iloc[0], groups.method.iloc[0]
     title, table = title_table(f"Settings of {method} {describe_question(comparison)}", lines)
-    usual = find_usual([*groups.setting])
-    if usual:
-        words = ", ".join(name_value(name, value) for name, value in usual.items())
-        table += "\n" + textwrap.fill(f"{UNNAMED} {words}.", PAGE_WIDTH) + "\n"
-    return title, table
+    return title, table + say_usual([describe_flags(usual[name])] if usual[name] else [])
+
+
+def describe_flags(values):
+    """Flags and their values in words; values: {name: value}."""
+    return ", ".join(describe_flag(name, value) for name, value in values.items())
+
+
+def say_usual(parts):
+    """The sentence on usual values below a table; none if it has no parts."""
+    return f"\n{USUAL} {'; '.join(parts)}.\n" if parts else ""
 
 
 def title_table(title, lines):

@@ -148,8 +148,9 @@ DEFAULTS = {  # of flags, for each model; each has either steps or tokens
     "45m": PAPER | {"inner_batch": 32, "tokens": 900_000_000},
     "150m": PAPER | {"inner_batch": 128, "tokens": 3_000_000_000},
 }
-# Of flags, for each model and method: the best of the grids in docs/tuning.md. Warm-ups are numbers
-# of steps: as fractions of a short run, they would let the learning rate rise too fast.
+# Of flags, for each model and method: what the grids in docs/tuning.md have shown to be better than
+# the general defaults. Warm-ups are numbers of steps: as fractions of a short run, they would let
+# the learning rate rise too fast.
 TUNED = {
     "5m": {
         "gn_prox": {"average": 0.99},

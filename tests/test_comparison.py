@@ -16,7 +16,9 @@ from comparison import (
     Comparison,
     compare_at_tokens,
     compare_to_targets,
+    find_usual,
     keep_best,
+    label_groups,
     read_runs,
     summarize_groups,
 )
@@ -277,36 +279,50 @@ def test_a_setting_is_named_by_the_flags_in_which_its_method_differs(tmp_path):
     runs += [Run(tmp_path, "muon", lr=0.5), Run(tmp_path, "muon", lr=0.5, batch=8192)]
     (asked,) = compare_at_tokens(read(*runs))
     groups = summarize_groups(asked)
-    assert sorted(groups.label[groups.method == "gn"]) == [
+    labels = label_groups(groups)
+    assert sorted(labels[groups.method == "gn"]) == [
         "lr 0.01, schedule constant",
         "lr 0.01, schedule global cosine",
         "lr 0.02, schedule global cosine",
     ]
-    assert {*groups.label[groups.method == "muon"]} == {"-"}
+    assert {*labels[groups.method == "muon"]} == {"-"}
 
     runs = [Run(tmp_path, steps=steps, guard=guard) for steps, guard in ((8, True), (9, False))]
     groups = summarize_groups(Comparison(read(*runs), target=3.0))
-    assert sorted(groups.label) == ["guard false, steps 9", "guard true, steps 8"]
+    assert sorted(label_groups(groups)) == ["guard false, steps 9", "guard true, steps 8"]
 
 
-def label_settings(path, *settings):
-    """The labels of runs that differ in a few flags, sorted."""
-    usual = {"lr": 0.1, "momentum": 0.95, "restart": False}
-    (asked,) = compare_at_tokens(read(*[Run(path, **usual | flags) for flags in settings]))
-    return sorted(summarize_groups(asked).label)
+def read_settings(path, *settings):
+    """The groups of runs that differ in a few flags."""
+    same = {"lr": 0.1, "momentum": 0.95, "restart": False}
+    (asked,) = compare_at_tokens(read(*[Run(path, **same | flags) for flags in settings]))
+    return summarize_groups(asked)
 
 
-def test_what_most_settings_have_is_not_named(tmp_path):
-    """Three of four are most, two are not."""
-    settings = [{}, {"lr": 0.2}, {"restart": True}, {"restart": True, "momentum": 0.9}]
-    assert label_settings(tmp_path, *settings) == [
-        "lr 0.2, restart false",
-        "momentum 0.9, restart true",
-        "restart false",
-        "restart true",
+def test_a_value_of_most_settings_is_usual(tmp_path):
+    """Three of four are most, two are not; a flag that most lack has no usual value."""
+    settings = [{}, {"lr": 0.2}, {"restart": True}, {"restart": True, "momentum": 0.9, "old": 1}]
+    groups = read_settings(tmp_path, *settings)
+    usual = find_usual([*groups.setting])
+    assert usual == {"lr": 0.1, "momentum": 0.95}
+    assert sorted(label_groups(groups, {"gn": usual})) == [
+        "lr 0.2, restart false, old None",
+        "momentum 0.9, restart true, old 1",
+        "restart false, old None",
+        "restart true, old None",
     ]
+    full = label_groups(groups)
+    assert all("lr 0." in label and "momentum 0.9" in label for label in full)
 
 
 def test_a_setting_may_be_usual_in_everything(tmp_path):
-    labels = label_settings(tmp_path, {}, {"lr": 0.2}, {"momentum": 0.9}, {"restart": True})
-    assert labels == ["lr 0.2", "momentum 0.9", "restart true", "the usual one"]
+    groups = read_settings(tmp_path, {}, {"lr": 0.2}, {"momentum": 0.9}, {"restart": True})
+    labels = label_groups(groups, {"gn": find_usual([*groups.setting])})
+    assert sorted(labels) == ["all as usual", "lr 0.2", "momentum 0.9", "restart true"]
+
+
+def test_values_that_are_equal_only_in_python_are_two(tmp_path):
+    """As they make two groups: 0 and False, 1 and 1.0."""
+    settings = [{"flag": value} for value in (0, False, 1, 1.0)]
+    groups = read_settings(tmp_path, *settings)
+    assert find_usual([*groups.setting]) == {} and len(groups) == 4

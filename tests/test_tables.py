@@ -58,20 +58,25 @@ def test_iteration_complexity_is_the_papers_ratio_to_gauss_newton(tmp_path):
     assert [line["steps"] for line in settings] == ["54", "60"]
 
 
-def test_what_most_settings_have_is_said_below_their_table(tmp_path):
-    """In lines as long as those of the pages."""
-    flags = {f"flag_{letter}": 1 for letter in "abcdefghijkl"}
-    settings = [flags] + [flags | {name: 2} for name in flags]
-    table = read_runs([Run(tmp_path, **setting).folder for setting in settings])
+def test_what_most_settings_have_is_said_once_below_the_tables(tmp_path):
+    """Also below that of the best settings, where each method has values of its own."""
+    rates = [{}, {"lr": 0.2}, {"lr": 0.3}, {"lr": 0.4}]
+    others = [{"momentum": 0.9}, {"restart": True}]
+    settings = [{"lr": 0.1, "momentum": 0.95, "restart": False} | more for more in rates + others]
+    runs = [Run(tmp_path, "gn", **setting) for setting in settings]
+    runs += [Run(tmp_path, "muon", lr=0.1, momentum=momentum) for momentum in (0.8, 0.9)]
+    table = read_runs([run.folder for run in runs])
     found = dict(tables.tabulate(compare_at_tokens(table)))
-    lines, *sentence = found["Settings of Gauss-Newton after 32.8k tokens, batch 4.1k"].split(
+    usual = "momentum 0.95, restart false."
+    settings, sentence = found["Settings of Gauss-Newton after 32.8k tokens, batch 4.1k"].split(
         "\n\n"
     )
-    assert "| flag c 2 " in lines and "| the usual one " in lines
-    (words,) = sentence
-    assert max(map(len, words.splitlines())) <= 120 < len(words)
-    names = ", ".join(f"flag {letter} 1" for letter in "abcdefghijkl")
-    assert " ".join(words.split()) == f"Where a line does not name them: {names}."
+    assert sentence == f"Unless a line says otherwise: {usual}\n"
+    assert "| lr 0.3 " in settings and "| lr 0.1, momentum 0.9 " in settings
+    best, sentence = found["Losses after 32.8k tokens, batch 4.1k"].split("\n\n")
+    assert sentence == f"Unless a line says otherwise: Gauss-Newton has {usual}\n"
+    assert "| momentum 0.9 " in best or "| momentum 0.8 " in best
+    assert "\n\n" not in found["Settings of Muon after 32.8k tokens, batch 4.1k"]
 
 
 def test_ratios_are_to_the_fewest_steps_of_gauss_newton_at_any_batch(tmp_path):

@@ -1,0 +1,102 @@
+"""Trains with Gauss-Newton, and logs how wrong the stand-ins for the loss are.
+
+    python stand_ins.py --model tiny        any flags of train.py; the method is gn
+
+Gauss-Newton replaces the loss L twice. The network is linearized, which leaves L1 (gn_prox.py).
+Then the loss is expanded to second order in the logits, which leaves L2 (gn.py). It minimizes L2,
+and where L is another thing than L2, the step may go too far. At the end of each inner loop, before
+the line search, this program measures all three on fresh tokens, on the way from θ_t to θ:
+
+    L2, L1 and L at θ_t + α (θ - θ_t),     α = 1 and ½
+
+L1 - L2 is what the expansion of the loss hides, and L - L1 what the linearization of the network
+hides. The steps are those of `train.py --method gn`. Each row of log.jsonl has these numbers more.
+
+It is also an example of a method of one's own: a module with init, update and a Config.
+"""
+
+import sys
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+import gn
+import gn_prox
+import train
+from gn import init, lower  # noqa: F401  the same State
+from line_search import between
+from runtime import flags, parallel
+from runtime.command import blaming_input, command
+from runtime.flags import traced
+
+ALPHAS = (1.0, 0.5)
+MOST_BATCHES = 8  # inner batches of fresh tokens that are read
+
+
+@traced
+@dataclass(frozen=True)
+class Config(gn.Config):
+    """Settings of Gauss-Newton; there must be a line search, on whose tokens is measured."""
+
+    def check(self):
+        super().check()
+        if not self.line_search:
+            where = "the stand-ins are measured on the tokens of the line search"
+            raise ValueError(f"{where}; line_search is 0")
+
+
+@parallel.jit
+def losses_at(theta0, theta, tokens, config):
+    """L2, L1 and L at θ, means in nats per token; θ_t is theta0. tokens: int32 [B, T+1]."""
+
+    def losses(theta0, theta, tokens):
+        delta = jax.tree.map(jnp.subtract, theta, theta0)
+        _, L2, _ = gn.value_and_grad(theta0, delta, tokens, config)
+        _, L1, _ = gn_prox.value_and_grad(theta0, delta, tokens, config)
+        return L2, L1, config.model.loss(config.network, theta, tokens)
+
+    return parallel.mean(losses, config.micro_batch)(theta0, theta, tokens)
+
+
+def measure(theta0, theta, fresh, config):
+    """{name: mean over fresh tokens}: "linearized_at_0.5" is L1 half the way to θ.
+
+    fresh(k), k < fresh_batches: inner batches, int32 [B, T+1].
+    """
+    batches = [fresh(k) for k in range(min(MOST_BATCHES, config.fresh_batches))]
+    measured = {}
+    for alpha in ALPHAS:
+        point = between(theta0, theta, alpha)
+        losses = [losses_at(theta0, point, tokens, config) for tokens in batches]
+        means = jnp.mean(jnp.array(losses), axis=0)
+        for name, mean in zip(("quadratic", "linearized", "true"), means, strict=True):
+            measured[f"{name}_at_{alpha:.4g}"] = mean
+    return measured
+
+
+def update(state, batches, fresh, config, watch=lambda state: None):
+    """One outer step of gn.py, with the numbers of `measure` among its metrics."""
+    for k in range(int(state.k), config.loop_steps):
+        state = gn.inner_step(state, batches(k % config.inner_steps), config)
+        watch(state)
+    measured = measure(state.params, state.theta, fresh, config)
+    state, metrics = gn.update(state, batches, fresh, config, watch)  # the inner loop is done
+    return state, metrics | measured
+
+
+@command
+def main(words):
+    """Runs the command line of train.py, with this file in the place of gn.py."""
+    with blaming_input():
+        flags.peek(words, "method", "gn", valid=["gn"])
+    plain = train.METHODS["gn"]
+    train.METHODS["gn"] = plain._replace(module=sys.modules[__name__], Config=Config)
+    try:
+        return train.main([*words, "--method", "gn"])
+    finally:
+        train.METHODS["gn"] = plain
+
+
+if __name__ == "__main__":
+    sys.exit(main())
