@@ -3,14 +3,16 @@
     python stand_ins.py --model tiny        any flags of train.py; the method is gn
 
 Gauss-Newton replaces the loss L twice. The network is linearized, which leaves L1 (gn_prox.py).
-Then the loss is expanded to second order in the logits, which leaves L2 (gn.py). It minimizes L2,
-and where L is another thing than L2, the step may go too far. At the end of each inner loop, before
+Then the loss is expanded to second order in the logits, which leaves L2 (gn.py). An inner loop
+lowers L2. Where L is far from L2, the step may go too far. At the end of each inner loop, before
 the line search, this program measures all three on fresh tokens, on the way from θ_t to θ:
 
     L2, L1 and L at θ_t + α (θ - θ_t),     α = 1 and ½
 
-L1 - L2 is what the expansion of the loss hides, and L - L1 what the linearization of the network
-hides. The steps are those of `train.py --method gn`. Each row of log.jsonl has these numbers more.
+L1 - L2 is the error of the expansion, and L - L1 that of the linearization. The tokens are the
+first that the line search may read. The steps are those of `train.py --method gn`. Each row of
+log.jsonl but the first also has quadratic_at_1 (L2, without damping), linearized_at_1 (L1),
+true_at_1 (L), and the same at 0.5.
 
 It is also an example of a method of one's own: a module with init, update and a Config.
 """
@@ -31,13 +33,13 @@ from runtime.command import blaming_input, command
 from runtime.flags import traced
 
 ALPHAS = (1.0, 0.5)
-MOST_BATCHES = 8  # inner batches of fresh tokens that are read
+MOST_BATCHES = 8  # at most so many inner batches are read to measure
 
 
 @traced
 @dataclass(frozen=True)
 class Config(gn.Config):
-    """Settings of Gauss-Newton; there must be a line search, on whose tokens is measured."""
+    """Settings of Gauss-Newton. A line search is required: what is measured needs its tokens."""
 
     def check(self):
         super().check()
@@ -48,7 +50,10 @@ class Config(gn.Config):
 
 @parallel.jit
 def losses_at(theta0, theta, tokens, config):
-    """L2, L1 and L at θ, means in nats per token; θ_t is theta0. tokens: int32 [B, T+1]."""
+    """L2, L1 and L at the weights theta, means in nats per token.
+
+    theta0: θ_t; theta: between θ_t and θ; tokens: int32 [B, T+1].
+    """
 
     def losses(theta0, theta, tokens):
         delta = jax.tree.map(jnp.subtract, theta, theta0)

@@ -106,7 +106,10 @@ def tabulate_settings(groups, comparison, usual):
         lines.append(line | describe_loss(group))
     method, name = groups.title.iloc[0], groups.method.iloc[0]
     title, table = title_table(f"Settings of {method} {describe_question(comparison)}", lines)
-    return title, table + say_usual([describe_flags(usual[name])] if usual[name] else [])
+    parts = []
+    if usual[name]:
+        parts = [describe_flags(usual[name])]
+    return title, table + say_usual(parts)
 
 
 def describe_flags(values):
