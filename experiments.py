@@ -65,11 +65,13 @@ EXPERIMENTS["tiny-variants"] = Experiment(
     "--method gn --restart false,true --inner-epochs 1,2 --seed 0,1,2",
 )
 
+# The second line has one step size, α = 1, so that it is as without a line search.
 EXPERIMENTS["tiny-stand-ins"] = Experiment(
     "Which stand-in for the loss is wrong where a step of Gauss-Newton goes too far?",
-    f"{TINY} --method gn --seed 0,1,2",
+    f"{TINY} --method gn --schedule 'global cosine' --lr 0.02 --seed 0,1,2",
     """
---schedule 'global cosine' --lr 0.02
+--line-search 5
+--alphas 1 --guard false
 """,
     program=stand_ins,
 )
