@@ -1,5 +1,6 @@
 """What the pages show of results is what their logs give."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -142,6 +143,27 @@ def test_the_tables_of_a_page_are_those_of_the_logs(page, made):
     """Where one is not, `python plot.py results/*` writes it anew."""
     text = page.read_text(encoding="utf-8")
     assert pages.renew(text, {file: tables for file, (tables, _) in made.items()}) == text
+
+
+def anchors_of(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    anchors = []
+    for heading in re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
+        words = re.sub(r"[^\w\- ]", "", heading.lower())
+        anchors.append(words.replace(" ", "-"))
+    return anchors
+
+
+@pytest.mark.parametrize("page", pages.all_pages(), ids=lambda page: page.name)
+def test_the_links_of_a_page_lead_somewhere(page):
+    """To files and headings of this project; links to elsewhere are not followed."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        path, _, anchor = link.partition("#")
+        if "://" in path:
+            continue
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors_of(target), link
 
 
 @pytest.mark.parametrize("page", pages.all_pages(), ids=lambda page: page.name)
