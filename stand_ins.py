@@ -13,8 +13,6 @@ L1 - L2 is the error of the expansion, and L - L1 that of the linearization. The
 first that the line search may read. The steps are those of `train.py --method gn`. Each row of
 log.jsonl but the first also has quadratic_at_1 (L2, without damping), linearized_at_1 (L1),
 true_at_1 (L), and the same at 0.5.
-
-It is also an example of a method of one's own: a module with init, update and a Config.
 """
 
 import sys
