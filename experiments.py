@@ -136,6 +136,19 @@ EXPERIMENTS["tiny-batches"] = Experiment(
 """,
 )
 
+EXPERIMENTS["tiny-batch-seeds"] = Experiment(
+    "How much higher does each method end with a larger batch, at seeds that chose nothing?",
+    "--model tiny --tokens 2621440 --eval-every 80 --seed 1,2,3 --dtype float32",
+    """
+--method gn --batch 32768,262144 --lr 0.02
+--method gn_prox --batch 32768,262144 --lr 0.015
+--method layerwise_gn --batch 32768,262144 --lr 0.03
+--method soap --batch 32768,262144 --lr 0.03
+--method muon --batch 32768,262144 --lr 0.06
+--method adamw --batch 32768,262144 --lr 0.015
+""",
+)
+
 # ---- 5m, most with batches of 4m or 12m tokens ---------------------------------------------------
 
 # The line search may read 500k tokens, which is an eighth of 4m and a 24th of 12m.
