@@ -142,10 +142,10 @@ EXPERIMENTS["tiny-batch-seeds"] = Experiment(
     """
 --method gn --batch 32768,262144 --lr 0.02
 --method gn_prox --batch 32768,262144 --lr 0.015
---method layerwise_gn --batch 32768,262144 --lr 0.03
 --method soap --batch 32768,262144 --lr 0.03
 --method muon --batch 32768,262144 --lr 0.06
 --method adamw --batch 32768,262144 --lr 0.015
+--method layerwise_gn --batch 32768,262144 --lr 0.03
 """,
 )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from runtime import checkpoint, files
 
-START = b'{"config": '  # of each line
+START = b'{"config":'  # of each line
 
 
 def is_packed(path):
@@ -102,8 +102,8 @@ def add(path, runs):
 
 def format_line(run):
     """The line of a run, as `parse` reads it."""
-    config, about, rows = run["config"], run["about"], run["rows"]
-    return json.dumps({"config": config, "about": about, "columns": columns_of(rows)}) + "\n"
+    saved = {"config": run["config"], "about": run["about"], "columns": columns_of(run["rows"])}
+    return json.dumps(saved, separators=(",", ":")) + "\n"  # without spaces, a tenth shorter
 
 
 def shorten(run):
