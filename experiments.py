@@ -78,11 +78,11 @@ EXPERIMENTS["tiny-stand-ins"] = Experiment(
 
 EXPERIMENTS["tiny-line-search"] = Experiment(
     "Does Gauss-Newton need its line search (Appendix D)?",
-    f"{TINY} --method gn --seed 0,1,2",
+    f"{TINY} --method gn --schedule 'global cosine' --seed 0,1,2",
     """
---line-search 5 --average 0
---line-search 0 --average 0,0.99
---line-search 0 --average 0.99 --lr 0.001,0.003,0.006,0.01
+--line-search 5 --average 0 --lr 0.02
+--line-search 0 --average 0 --lr 0.02
+--line-search 0 --average 0.99 --lr 0.001,0.003,0.006,0.01,0.02
 """,
 )
 
