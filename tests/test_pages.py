@@ -336,6 +336,20 @@ def test_a_larger_batch_costs_as_much_as_is_said():
     assert f"that of layerwise by {rises.layerwise_gn}. The losses" in words
     assert f"AdamW rise by {rises.soap}, {rises.muon} and {rises.adamw}." in words
 
+    of_seeds = {}
+    for run in runs_of("results/tiny-batch-seeds.jsonl"):
+        config = run["config"]
+        by_seed = of_seeds.setdefault(config["method"], {}).setdefault(config["batch"], {})
+        by_seed[config["seed"]] = run["rows"][-1]["val_loss"]
+    said = []
+    for method in ("gn", "gn_prox", "layerwise_gn", "soap", "muon", "adamw"):
+        small, large = (of_seeds[method][batch] for batch in (32_768, 262_144))
+        assert {*small} == {*large} == {1, 2, 3}
+        of_method = [large[seed] - small[seed] for seed in small]
+        said.append(f"{min(of_method):.3f} to {max(of_method):.3f}")
+    gn, prox, layerwise, soap, muon, adamw = said
+    assert f"these rises are {gn}, {prox} and {layerwise}, and {soap}, {muon} and {adamw}." in words
+
     ratios = []
     rivals = comparison.find_rivals(groups)
     for group in best[best.method == "gn"].sort_values("batch").itertuples():
