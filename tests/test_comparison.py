@@ -248,7 +248,8 @@ def test_a_damaged_line_of_packed_runs_is_left_out(tmp_path, capsys):
     file = tmp_path / "all.jsonl"
     packed.add(file, [packed.pack(run.folder) for run in runs])
     lines = file.read_text().splitlines()
-    ragged = lines[0].replace('"step": [0, ', '"step": [')  # a column with a row too few
+    ragged = lines[0].replace('"step":[0,', '"step":[')  # a column with a row too few
+    assert ragged != lines[0]
     file.write_text("\n".join([lines[0], lines[1][:-9], lines[2], "[]", ragged]))
     assert {*read_runs([file]).method} == {"gn"}
     assert capsys.readouterr().err.splitlines() == [
