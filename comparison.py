@@ -544,6 +544,7 @@ def find_usual(settings):
     """
     usual = {}
     for name in find_varied(settings):
+        # As JSON, because 1, 1.0 and True are equal in Python, and are several settings here.
         texts = [json.dumps(setting.get(name)) for setting in settings]
         text = max(texts, key=texts.count)
         if texts.count(text) >= USUAL_SHARE * len(texts) and text != "null":

@@ -298,7 +298,7 @@ EXPERIMENTS["5m-12m-stand-ins"] = Experiment(
 )
 
 EXPERIMENTS["5m-12m-late"] = Experiment(
-    "How many steps of 12m tokens does each method need to a loss of 3.1, from such a lower loss?",
+    "How many steps does each method need to a loss of 3.1, after a warm-up on 20m tokens?",
     "--model 5m --batch 12m --dtype bfloat16 --warmup-tokens 20m --target-loss 3.1 --seed 1,2,3",
     f"""
 {FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.003

@@ -80,11 +80,12 @@ def measure(theta0, theta, fresh, config):
 
 def update(state, batches, fresh, config, watch=lambda state: None):
     """One outer step of gn.py, with the numbers of `measure` among its metrics."""
+    # The inner loop is here, because gn.update ends with the move, after which θ_t is gone.
     for k in range(int(state.k), config.loop_steps):
         state = gn.inner_step(state, batches(k % config.inner_steps), config)
         watch(state)
     measured = measure(state.params, state.theta, fresh, config)
-    state, metrics = gn.update(state, batches, fresh, config, watch)  # the inner loop is done
+    state, metrics = gn.update(state, batches, fresh, config, watch)  # what is left: search, move
     return state, metrics | measured
 
 
