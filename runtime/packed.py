@@ -3,8 +3,9 @@
     {"config": {..}, "about": {..}, "columns": {"step": [0, 1, ..], "val_loss": [2.37, 2.29, ..]}}
 
 config and about are what config.json of the run's folder holds. Of the text's path only the last
-part is kept. columns are the rows of its log.jsonl, with six digits of each number. Each name
-stands there once, and not in every row, which halves the file. What a row lacks is null.
+part is kept. columns are the rows of its log.jsonl, with six digits of each number, but four of
+those that are ROUGH. Each name stands there once, and not in every row, which halves the file. What
+a row lacks is null.
 """
 
 import json
@@ -14,6 +15,9 @@ from pathlib import Path
 from runtime import checkpoint, files
 
 START = b'{"config":'  # of each line
+
+# How the names of numbers begin of which fewer digits are kept: no more of them are ever shown.
+ROUGH = ("seconds", "input_wait", "joules", "norm_")
 
 
 def is_packed(path):
@@ -107,19 +111,20 @@ def format_line(run):
 
 
 def shorten(run):
-    """A run without the nulls in its rows, and with six digits of each number."""
+    """A run without the nulls in its rows, and with fewer digits of its numbers."""
     rows = []
     for row in run["rows"]:
         numbers = {}
         for name, value in row.items():
+            digits = 4 if name.startswith(ROUGH) else 6
             if value is not None:
-                numbers[name] = shorten_number(value)
+                numbers[name] = shorten_number(value, digits)
         rows.append(numbers)
     return run | {"rows": rows}
 
 
-def shorten_number(value):
-    """Six digits of a number that is not whole; anything else as it is."""
+def shorten_number(value, digits):
+    """A number that is not whole with so many digits; anything else as it is."""
     if not isinstance(value, float):
         return value
-    return float(f"{value:.6g}")
+    return float(f"{value:.{digits}g}")

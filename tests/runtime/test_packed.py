@@ -16,3 +16,11 @@ def test_a_line_holds_the_rows_of_a_log(rows):
     run = {"config": {"lr": 0.1}, "about": {"device": "cpu"}, "rows": rows}
     assert packed.parse(packed.format_line(run), "here") == run
     assert len({len(column) for column in packed.columns_of(rows).values()}) <= 1
+
+
+def test_a_packed_run_has_six_digits_of_a_loss_and_four_of_the_seconds():
+    """What is whole keeps all of its digits, and a null goes."""
+    row = {"tokens": 104_923_136, "val_loss": 3.21000498, "seconds": 13.814938, "alpha": None}
+    packed_run = packed.shorten({"config": {}, "about": {}, "rows": [row]})
+    assert packed_run["rows"] == [{"tokens": 104_923_136, "val_loss": 3.21, "seconds": 13.81}]
+    assert packed.shorten(packed_run) == packed_run
