@@ -1,0 +1,369 @@
+"""The numbers in the sentences on `5m` are what the logs give."""
+
+import numpy as np
+from sentences import (
+    extremes,
+    find_group,
+    groups_of,
+    losses_of,
+    range_of,
+    ratios_of,
+    runs_of,
+    steps_by_seed,
+    sum_of_steps,
+    the_run_of,
+    was_refused,
+    words_of,
+)
+
+import comparison
+import pages
+
+
+def test_gauss_newton_at_5m_is_as_far_as_is_said():
+    """From the baseline, and from its own best setting; with the step sizes it takes."""
+    asked, groups = groups_of("results/5m-grids.jsonl")
+    (rival,) = comparison.find_rivals(groups).values()
+    assert rival.method == "soap"
+    best = groups[groups.method == "gn"].iloc[0]
+    usual = {"schedule": "global cosine", "inner": "muon", "damping": 0.0}
+    gn = find_group(groups, "gn", lr=0.01, line_search=5, **usual)
+    rates = {}  # {steps: the learning rates that need so many}
+    for group in groups[groups.method == "gn"].itertuples():
+        if group.setting["line_search"]:
+            (steps,) = comparison.count_steps_to(asked, group, rival).values()
+            rates.setdefault(steps, set()).add(group.setting["lr"])
+    (words,) = words_of("RESULTS.md")
+    assert {*rates} == {4, 5, 6, 20} and rates[4] == {0.006} and rates[20] == {0.03}
+    assert f"but one need {25 / 6:.1f} to {25 / 4:.1f} times" in words
+    quick = find_group(groups, "gn", lr=0.006)
+    assert f"which ends {quick.loss - best.loss:.3f} higher than the best setting" in words
+    many = find_group(groups, "gn", lr=0.01, line_search=10)
+    assert f"({many.loss:.3f} with them, {gn.loss:.3f} without)" in words
+
+    def step_sizes(group):
+        return asked.table[asked.table.run == group.runs[0]].alpha.iloc[1:]
+
+    assert set(step_sizes(gn).iloc[:21].round(2)) == {0.25, 0.35}
+    assert (step_sizes(gn).iloc[21:] > 0.36).all()
+    starts = asked.table.val_loss[asked.table.step == 0]
+    assert f"the losses after it are {starts.min():.4f} to {starts.max():.4f}." in words
+    assert "Five machines were used" in words and starts.nunique() == 5
+    is_small = step_sizes(find_group(groups, "gn", lr=0.02)) < 0.25
+    assert [*is_small.index[is_small] - is_small.index[0] + 1] == [*range(4, 13)]
+    refused = (step_sizes(find_group(groups, "gn", lr=0.03)) == 0).sum()
+    assert f"{refused} of the 25 steps are refused" in words
+
+
+def test_what_helps_gauss_newton_and_prox_linear_at_5m_is_as_is_said():
+    asked, groups = groups_of("results/5m-grids.jsonl")
+    (rival,) = comparison.find_rivals(groups).values()
+    best = groups[groups.method == "gn"].iloc[0]
+    falling = {"schedule": "global cosine"}
+    (words,) = words_of("RESULTS.md")
+
+    prox = find_group(groups, "gn_prox", lr=0.01, average=0.99, **falling)
+    without = find_group(groups, "gn_prox", lr=0.01, average=0.0)
+    assert f"Prox-linear ends {best.loss - prox.loss:.3f} below full Gauss-Newton" in words
+    assert f"prox-linear ends as low ({without.loss:.3f}), but it" in words
+    assert comparison.count_steps_to(asked, prox, rival) == {0: 5}
+    assert comparison.count_steps_to(asked, without, rival) == {0: 9}
+    other = find_group(groups, "gn_prox", schedule="constant+inner cosine")
+    assert f"with `constant+inner cosine`, it ends at {other.loss:.3f}." in words
+
+    free = groups[[setting.get("line_search") == 0 for setting in groups.setting]]
+    free = free[free.method == "gn"]
+    assert len(free) == 3 and all(losses_of(asked, run).max() > 200 for run in free.itertuples())
+    assert f"of each run, and ends at {free.loss.min():.1f} to {free.loss.max():.1f}." in words
+
+    inner = {"schedule": "constant+inner cosine", "lr": 0.01}
+    restart, no_restart = (
+        find_group(groups, "gn", restart=flag, **inner) for flag in (True, False)
+    )
+    assert f"ends {restart.loss - no_restart.loss:.3f} higher, and damping" in words
+    same = {"line_search": 5, "inner": "muon"} | falling
+    damped, plain = (find_group(groups, "gn", lr=0.01, damping=d, **same) for d in (0.0001, 0.0))
+    assert f"damping 0.0001 {damped.loss - plain.loss:.3f} higher." in words
+    same = {"line_search": 5, "lr": 0.003} | falling
+    adamw, muon = (find_group(groups, "gn", inner=name, **same) for name in ("adamw", "muon"))
+    assert "makes no difference that counts at learning rate 0.003" in words
+    assert abs(muon.loss - adamw.loss) < spread_of_gauss_newton()
+
+
+def spread_of_gauss_newton():
+    """The distance between the lowest and the highest seed of Gauss-Newton at 5m."""
+    _, groups = groups_of("results/5m.jsonl")
+    gn = groups.set_index("method").loc["gn"]
+    return gn.highest - gn.lowest
+
+
+def test_it_takes_so_many_steps_at_5m_to_the_target():
+    table = comparison.read_runs([pages.ROOT / "results/5m-target.jsonl"])
+    (asked,) = comparison.compare_to_targets(table, 3.21)
+    groups = comparison.summarize_groups(asked)
+    steps = groups.drop_duplicates("method").set_index("method").steps_to_target
+    (words,) = words_of("RESULTS.md")
+    assert f"is below 3.21 after {steps.gn:.0f} steps of a run of 10" in words
+    assert f"Prox-linear is there after {steps.gn_prox:.0f}," in words
+    assert f"SOAP needs {steps.soap:.0f} steps" in words
+    assert f"and Muon {steps.muon:.0f} at" in words
+    ratios = f"{steps.soap / steps.gn:.1f} and {steps.muon / steps.gn:.1f} times as many"
+    assert ratios in words
+    tokens = groups.drop_duplicates("method").set_index("method").tokens
+    assert "63.4m tokens" in words and "SOAP and Muon read the text about 4 times" in words
+    assert round(tokens.soap / 63.4e6) == round(tokens.muon / 63.4e6) == 4
+    losses = {}
+    for group in groups[groups.method == "gn"].itertuples():
+        losses[group.setting["inner_epochs"]] = group.loss
+    assert f"ends at {losses[2]:.3f} instead of {losses[1]:.3f}. Seeds" in words
+    assert f"Seeds of Gauss-Newton differ by {spread_of_gauss_newton():.3f} (the next" in words
+
+
+def test_it_takes_so_many_steps_of_12m_tokens_to_the_target():
+    """At each seed, in their order; with the seconds and joules of the steps.
+
+    Of Gauss-Newton, the setting that fails at none.
+    """
+    steps, seconds, kilojoules = {}, {}, {}
+    for method in ("gn", "gn_prox", "muon", "soap"):
+        flags = {"lr": 0.003, "b2": 0.999} if method == "gn" else {}
+        seeds = [1, 2, 3, 4, 5, 6] if method == "gn" else [1, 2, 3]
+        steps[method] = steps_by_seed("results/5m-12m.jsonl", seeds, 3.21, method=method, **flags)
+        runs = runs_of("results/5m-12m.jsonl", method=method, **flags)
+        seconds[method] = [sum_of_steps(run, "seconds") for run in runs]
+        kilojoules[method] = [sum_of_steps(run, "joules") / 1000 for run in runs]
+    assert steps["gn_prox"] == [5, 5, 5]
+    assert {*steps["gn"][:3]} == {8, 9} and steps["gn"][3:] == [8, 8, 8]
+
+    (words,) = words_of("RESULTS.md")
+    prox_to_soap = ratios_of(steps["gn_prox"], steps["soap"])
+    prox_to_muon = ratios_of(steps["gn_prox"], steps["muon"])
+    assert f"{prox_to_soap} times fewer than SOAP, and {prox_to_muon} times fewer than" in words
+    assert f"does prox-linear need? | - | 3.3 to 4 on `tiny`; {prox_to_soap} on `5m`" in words
+    gn_to_soap = ratios_of(steps["gn"][:3], steps["soap"])
+    gn_to_muon = ratios_of(steps["gn"][:3], steps["muon"])
+    assert f"{gn_to_soap} times fewer than SOAP, and {gn_to_muon} times fewer than" in words
+    assert f"does full Gauss-Newton need? | 5.4 | 4 on `tiny`; {gn_to_soap} on `5m`" in words
+    assert f"fewer than Muon? | 16 | {gn_to_muon} on `5m`" in words
+    for name in ("soap", "muon"):  # the other three seeds are within these ranges
+        ratios = [many / few for few, many in zip(steps["gn"][:3], steps[name], strict=True)]
+        assert min(ratios) <= min(steps[name]) / 8 and max(steps[name]) / 8 <= max(ratios)
+
+    assert {round(number) for number in seconds["gn_prox"]} == {19}
+    assert {round(number) for number in kilojoules["gn_prox"]} == {12}
+    costs = {
+        name: f"{range_of(seconds[name])} s and {range_of(kilojoules[name])} kJ" for name in steps
+    }
+    assert f"Prox-linear takes 19 s and 12 kJ, full Gauss-Newton {costs['gn']}, " in words
+    assert f"SOAP {costs['soap']}, and Muon {costs['muon']}." in words
+    gn_s, soap_s = (range_of(seconds[name]) for name in ("gn", "soap"))
+    assert f"with batches of 12m: {gn_s} s against {soap_s} s" in words
+
+    assert "about 133m tokens" in words
+    often = {name: [] for name in steps}
+    for run in runs_of("results/5m-12m.jsonl"):
+        times = run["rows"][-1]["tokens"] / 133e6
+        often[run["config"]["method"]].append(times)
+    assert "SOAP and Muon read the text more than 4 and more than 6 times" in words
+    assert min(often["soap"]) > 4 and min(often["muon"]) > 6
+    assert max(often["gn"] + often["gn_prox"]) < 1  # "the others read none of it twice"
+
+
+def test_it_takes_so_many_steps_from_a_lower_loss():
+    file = "results/5m-12m-late.jsonl"
+    steps = {"muon": steps_by_seed(file, [1, 2], 3.1, method="muon")}  # its seed 3 is missing
+    for method in ("gn", "layerwise_gn", "soap"):
+        steps[method] = steps_by_seed(file, [1, 2, 3], 3.1, method=method)
+    planned_6, planned_4 = (
+        steps_by_seed(file, [1, 2, 3], 3.1, method="gn_prox", steps=planned) for planned in (6, 4)
+    )
+    assert steps["gn"] == [4, 5, 4] and steps["layerwise_gn"] == [5, 5, 5]
+    assert planned_6 == [4, 4, 4] and planned_4 == [3, 3, 3]
+    (words,) = words_of("RESULTS.md")
+    layerwise = f"{np.mean(steps['layerwise_gn']) / np.mean(steps['gn']):.2f}"
+    assert f"needs 4 or 5**, {layerwise} times as many" in words
+    assert "layerwise form need? | 1.4 | as many on `tiny`, where it ends higher;" in words
+    assert f"on `5m` {layerwise} if the runs start from a lower loss, which is no" in words
+    to_soap = ratios_of(steps["gn"], steps["soap"])
+    to_muon = ratios_of(steps["gn"][:2], steps["muon"])
+    assert f"needs {to_soap} times fewer steps than SOAP**, and, at the two seeds" in words
+    assert f"that Muon has, {to_muon} times fewer than Muon" in words
+    prox_to_soap = ratios_of(planned_6, steps["soap"])
+    layerwise_to_soap = ratios_of(steps["layerwise_gn"], steps["soap"])
+    assert f"with 6 planned steps needs {prox_to_soap} times fewer than SOAP, and the" in words
+    assert f"the layerwise form {layerwise_to_soap} times." in words
+
+    def to_gauss_newton(prox, gn):
+        return np.array(prox) / np.array(gn)
+
+    at_6, at_4 = (to_gauss_newton(planned, steps["gn"]) for planned in (planned_6, planned_4))
+    assert (at_6.min(), at_6.max()) == (0.8, 1)
+    assert f"0.8 to 1 and {extremes(at_4)} times as many as full Gauss-Newton needs" in words
+    higher = "results/5m-12m.jsonl"
+    prox = steps_by_seed(higher, [1, 2, 3], 3.21, method="gn_prox")
+    of_gn = steps_by_seed(higher, [*range(1, 7)], 3.21, method="gn", lr=0.003, b2=0.999)
+    ratios = to_gauss_newton(prox, of_gn[:3])
+    assert f"from the higher loss it was {extremes(ratios)}." in words
+
+    costs = {}
+    for method in ("gn", "gn_prox", "layerwise_gn", "soap", "muon"):
+        runs = runs_of(file, method=method)
+        seconds = range_of([sum_of_steps(run, "seconds") for run in runs])
+        kilojoules = range_of([sum_of_steps(run, "joules") / 1000 for run in runs])
+        costs[method] = f"{seconds} s and {kilojoules} kJ"
+    said = [f"full Gauss-Newton takes {costs['gn']}", f"prox-linear {costs['gn_prox']}"]
+    said += [f"layerwise {costs['layerwise_gn']}", f"SOAP {costs['soap']}", f"Muon {costs['muon']}"]
+    assert f"{', '.join(said)}." in words
+
+    lower = [run["rows"][0]["val_loss"] for run in runs_of(file)]
+    higher = [run["rows"][0]["val_loss"] for run in runs_of("results/5m-12m.jsonl")]
+    starts = f"{min(lower):.2f} to {max(lower):.2f} in place of {min(higher):.2f} to"
+    assert f"the runs start from {starts} {max(higher):.2f}." in words
+    file = "results/5m-12m-start.jsonl"
+    assert steps_by_seed(file, [0, 0], 3.21, method="gn") == [2, 2]
+    assert steps_by_seed(file, [0], 3.21, method="gn_prox") == [3]
+
+
+def test_a_step_of_12m_tokens_takes_as_long_as_is_said():
+    """Medians over all steps but the first of each run, which compiles."""
+    medians = {}
+    for method in ("gn", "soap", "muon"):
+        runs = runs_of("results/5m-12m.jsonl", method=method)
+        seconds = [row["seconds"] for run in runs for row in run["rows"][2:]]
+        medians[method] = np.median(seconds)
+    to_soap, to_muon = (medians["gn"] / medians[name] for name in ("soap", "muon"))
+    (words,) = words_of("README.md")
+    assert f"takes {to_soap:.1f} to {to_muon:.1f} times as long there as one of SOAP" in words
+
+
+def test_layerwise_takes_so_many_steps_of_12m_tokens():
+    (layerwise,) = runs_of("results/5m-12m-grids.jsonl", method="layerwise_gn")
+    runs = runs_of("results/5m-12m-grids.jsonl", method="gn")
+    reached = [run["rows"][-1]["step"] for run in runs if run["rows"][-1]["val_loss"] <= 3.21]
+    steps = layerwise["rows"][-1]["step"]
+    assert layerwise["rows"][-1]["val_loss"] <= 3.21
+    best = min(reached)
+    assert reached.count(best) == 10
+    words, tuning = words_of("RESULTS.md", "docs/tuning.md")
+    assert f"learning rate 0.006 and `constant+inner cosine`. It needs {steps} steps." in words
+    steady = {"method": "gn", "lr": 0.003, "b2": 0.999}
+    others = steps_by_seed("results/5m-12m.jsonl", [*range(1, 7)], 3.21, **steady)
+    steady |= {"average": 0.0, "schedule": "constant+inner cosine"}
+    here = the_run_of("results/5m-12m-grids.jsonl", **steady)["rows"][-1]["step"]
+    over_all = f"{min(here, *others)} to {max(here, *others)} over seven seeds"
+    assert f"Gauss-Newton in the table needs {here} there, and {over_all}." in words
+    assert f"(`5m-12m-grids`): {len(runs)} of full Gauss-Newton were tried" in words
+    assert f"ten settings need {best} steps, and none needs fewer" in words
+    seconds = sum_of_steps(layerwise, "seconds")
+    kilojoules = sum_of_steps(layerwise, "joules") / 1000
+    assert f"The run of the layerwise form takes {seconds:.0f} s and {kilojoules:.0f} kJ" in words
+    assert f"It was at the target after {steps} steps." in tuning
+
+
+def test_a_step_of_12m_tokens_leads_as_far_as_is_said():
+    """The runs with seed 0 first, then those with other seeds."""
+    file = "results/5m-12m-grids.jsonl"
+    inner_cosine = {"method": "gn", "schedule": "constant+inner cosine", "line_search": 5}
+    (words,) = words_of("RESULTS.md")
+
+    (far,) = runs_of(file, **inner_cosine, lr=0.01, damping=0.0, inner_batch=32)
+    _, first, second, *rest = far["rows"]
+    start, end = first["loss_at_0"], first["loss_at_1"]
+    quadratic = f"brings the quadratic to {first['inner_loss_last']:.2f}"
+    assert f"{quadratic} and the true loss to {end:.2f}, from {start:.2f}." in words
+    assert f"The search goes {first['alpha']:.2f} of the way" in words
+    assert f"The second ends where the true loss is {second['loss_at_1']:.0f}. This step" in words
+    assert {row["alpha"] for row in (second, *rest)} == {0}
+
+    usual = {"momentum": 0.95, "b2": 0.999, "inner_batch": 32, "restart": False, "average": 0.0}
+    usual |= {"lr": 0.006, "inner_warmup": 0.0} | inner_cosine
+    damped, plain = (the_run_of(file, **usual, damping=damping) for damping in (0.0001, 0.0))
+    with_it, without = (run["rows"][3]["val_loss"] for run in (damped, plain))
+    assert f"after three steps the loss is {with_it:.3f} ({without:.3f} without)" in words
+    with_it, without = damped["rows"][8]["val_loss"], plain["rows"][7]["val_loss"]
+    assert f"after eight it is {with_it:.3f} ({without:.3f} after seven without)" in words
+    prox = {"method": "gn_prox", "lr": 0.006, "b2": 0.999}
+    planned_5, planned_4 = (the_run_of(file, **prox, steps=steps) for steps in (5, 4))
+    ends = [run["rows"][-1]["val_loss"] for run in (planned_5, planned_4)]
+    assert f"its runs with seed 0 end at {ends[0]:.3f} and {ends[1]:.3f}." in words
+    quick = [run for run in runs_of(file, method="gn") if run["rows"][-1]["step"] == 7]
+    assert len(quick) == 10 and not any(was_refused(run) for run in quick)
+
+    file_of_grids, file = file, "results/5m-12m.jsonl"
+    steady = runs_of(file, method="gn", lr=0.003, b2=0.999)
+    seven = [
+        *steady,
+        the_run_of(file_of_grids, **usual | {"lr": 0.003}, damping=0.0),
+    ]
+    assert len(seven) == 7 and not any(was_refused(run) for run in seven)
+    first_two = [row["loss_at_1"] for run in seven for row in run["rows"][1:3]]
+    assert f"true loss is {min(first_two):.1f} to {max(first_two):.1f}. The worst" in words
+    later = [row for run in seven for row in run["rows"][3:]]
+    worst = max(later, key=lambda row: row["loss_at_1"])
+    assert f"losses below 3.5: one of them ends at {worst['loss_at_1']:.0f}." in words
+    starts = []
+    for run in seven:
+        worst = max(run["rows"][3:], key=lambda row: row["loss_at_1"])
+        starts.append(worst["loss_at_0"])
+    assert sum(start < 3.5 for start in starts) == 6
+    restart = the_run_of(file_of_grids, method="gn", restart=True)["rows"]
+    ends = [row["loss_at_1"] for row in restart[1:] if row["loss_at_1"] > 6]
+    assert f"six of eight inner loops end at {range_of(ends)}, and the last three" in words
+    assert len(ends) == 6 and len(restart) == 1 + 8
+    assert [row["alpha"] == 0 for row in restart[1:]] == 5 * [False] + 3 * [True]
+    late = [run["rows"][1] for run in runs_of("results/5m-12m-late.jsonl", method="gn")]
+    ends = [row["loss_at_1"] for row in late]
+    assert f"loops end at {min(ends):.1f} to {max(ends):.1f} (the next section)" in words
+    for seed, flags in ((2, {"lr": 0.006}), (4, {"b2": 0.95})):
+        runs = runs_of(file, method="gn", **flags)
+        failed = [run["config"]["seed"] for run in runs if run["rows"][-1]["val_loss"] > 3.21]
+        assert len(runs) == 3 and failed == [seed]
+
+
+def test_prox_linear_is_ahead_only_where_its_learning_rate_falls():
+    (words,) = words_of("RESULTS.md")
+    _, groups = groups_of("results/5m-grids.jsonl")
+    inner = {"schedule": "constant+inner cosine", "lr": 0.01}
+    prox = find_group(groups, "gn_prox", **inner)
+    gn = find_group(groups, "gn", restart=False, **inner)
+    assert f"it ends {prox.loss - gn.loss:.2f} above full Gauss-Newton" in words
+    assert "Prox-linear is behind for the first three steps" in words
+    for seed in (1, 2, 3):
+        prox, gn = (
+            [
+                row["val_loss"]
+                for row in the_run_of("results/5m-12m.jsonl", **flags, seed=seed)["rows"]
+            ]
+            for flags in ({"method": "gn_prox"}, {"method": "gn", "lr": 0.003})
+        )
+        assert all(a > b for a, b in zip(prox[1:4], gn[1:4], strict=True)) and prox[4] < gn[4]
+    for file in ("results/5m-grids.jsonl", "results/5m-12m-grids.jsonl"):
+        best = {}
+        for method in ("gn", "gn_prox"):
+            runs = runs_of(file, method=method, schedule="global cosine")
+            six = [run for run in runs if run["config"]["steps"] in (6, 25)]
+            best[method] = min(run["rows"][-1]["val_loss"] for run in six)
+        assert best["gn_prox"] < best["gn"]
+
+
+def test_nothing_but_the_loss_differs_where_gauss_newton_diverges():
+    """And its quadratic falls below zero, where the loss cannot follow."""
+    file = "results/5m-grids.jsonl"
+    flags = {"lr": 0.01, "average": 0.99, "schedule": "global cosine"}
+    gn = the_run_of(file, method="gn", line_search=0, **flags)
+    prox = the_run_of(file, method="gn_prox", **flags)
+    assert gn["config"] | {"method": "gn_prox"} == prox["config"]
+    (words,) = words_of("RESULTS.md")
+    assert f"Prox-linear ends at {prox['rows'][-1]['val_loss']:.3f}. With full" in words
+    second = gn["rows"][2]
+    quadratic = f"the quadratic is {second['inner_loss_last']:.1f} on the last inner batch"
+    assert f"{quadratic} of the second outer step" in words
+    losses = f"is {second['val_loss']:.0f} after this step, and {gn['rows'][7]['val_loss']:,.0f}"
+    assert f"The validation loss {losses} after the seventh." in words
+
+
+def test_prox_linear_at_5m_ends_below_gauss_newton_on_new_seeds():
+    _, groups = groups_of("results/5m.jsonl")
+    groups = groups.set_index("method")
+    assert groups.highest.gn_prox < groups.lowest.gn
+    assert len(groups.runs.gn) == 3 and len(groups.runs.gn_prox) == 2

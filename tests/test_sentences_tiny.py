@@ -1,0 +1,206 @@
+"""The numbers in the sentences on `tiny` are what the logs give."""
+
+import pandas as pd
+from logs import FAMILY
+from sentences import (
+    extremes,
+    find_group,
+    groups_of,
+    range_of,
+    runs_of,
+    the_run_of,
+    was_refused,
+    words_of,
+)
+
+import comparison
+import pages
+from runtime import packed
+
+
+def test_it_takes_so_many_times_fewer_steps_than_the_best_baseline():
+    """At each seed; the best baseline is SOAP."""
+    asked, groups = groups_of("results/tiny.jsonl")
+    (rival,) = comparison.find_rivals(groups).values()
+    assert rival.method == "soap"
+    its_steps = comparison.count_steps_to(asked, rival, rival)
+    ratios = []
+    for group in groups.itertuples():
+        if group.method in FAMILY:
+            steps = comparison.count_steps_to(asked, group, rival)
+            ratios += [its_steps[seed] / steps[seed] for seed in (0, 1, 2)]
+    for words in words_of("README.md", "RESULTS.md"):
+        assert f"{min(ratios):.2g} to {max(ratios):.2g} times fewer steps" in words
+
+
+def test_variants_of_gauss_newton_end_as_near_to_it_as_is_said():
+    """Prox-linear within the range of the seeds, layerwise not, which is as fast."""
+    asked, groups = groups_of("results/tiny.jsonl")
+    (rival,) = comparison.find_rivals(groups).values()
+    for method in ("gn", "layerwise_gn"):
+        (group,) = groups[groups.method == method].itertuples()
+        steps = comparison.count_steps_to(asked, group, rival)
+        assert {20 / number for number in steps.values()} == {4}
+    assert not any(was_refused(run) for run in packed.read(pages.ROOT / "results/tiny.jsonl"))
+    gn, prox, layerwise = (groups[groups.method == method].iloc[0] for method in FAMILY)
+    assert prox.lowest < gn.highest and gn.lowest < prox.highest
+    assert layerwise.lowest > gn.highest
+    (words,) = words_of("RESULTS.md")
+    assert f"ends {layerwise.loss - gn.loss:.3f} higher, which counts as a difference" in words
+
+
+def test_the_runs_on_another_machine_end_as_near_as_is_said():
+    """The mean over the seeds; there were variants of Gauss-Newton, too."""
+    _, here = groups_of("results/tiny.jsonl")
+    table = comparison.read_runs([pages.ROOT / "results/tiny-h200.jsonl"])
+    table = table[(table.outer_steps == 20) & (table.inner_epochs == 1)]
+    table = table[table.restart != True]  # noqa: E712  the baselines have none
+    (asked,) = comparison.compare_at_tokens(table)
+    there = comparison.summarize_groups(asked).set_index("method").loss
+    differences = (here.set_index("method").loss - there).abs()
+    assert len(differences) == 6
+    assert differences[FAMILY].max() <= 0.0003
+    assert differences.max() <= 0.003
+    (words,) = words_of("RESULTS.md")
+    assert "at most 0.0003 with the three Gauss-Newton methods, and by at most 0.003" in words
+
+
+def test_where_an_inner_loop_starts_and_how_often_it_reads_matters_as_is_said():
+    _, groups = groups_of("results/tiny-variants.jsonl")
+    losses = {}
+    for group in groups.itertuples():
+        losses[group.setting["restart"], group.setting["inner_epochs"]] = group.loss
+    (words,) = words_of("README.md")
+    widest = (groups.highest - groups.lowest).max()
+    assert f"is {losses[True, 1]:.3f} instead of {losses[False, 1]:.3f}: the paper's" in words
+    assert f"it is {losses[False, 2]:.3f}, and with both changes {losses[True, 2]:.3f}. No" in words
+    assert f"No two seeds of a variant differ by more than {widest:.3f}" in words
+    (words,) = words_of("RESULTS.md")
+    costs = [f"{losses[True, n] - losses[False, n]:.3f}" for n in (1, 2)]
+    assert f"costs {costs[0]} with one pass and {costs[1]} with two." in words
+    gains = [f"{losses[restart, 1] - losses[restart, 2]:.3f}" for restart in (False, True)]
+    assert f"gains {gains[0]} without a restart and {gains[1]} with one." in words
+
+
+def test_tiny_needs_its_line_search_as_is_said():
+    """At the best learning rate with one; at a smaller one, it does without, and ends higher."""
+    asked, groups = groups_of("results/tiny-line-search.jsonl")
+    (words,) = words_of("RESULTS.md")
+    usual = find_group(groups, "gn", line_search=5)
+    rows = asked.table
+    for group in groups.itertuples():
+        losses = rows[rows.run.isin(group.runs)].groupby("run").val_loss
+        highest, start = losses.max(), losses.first()
+        setting = group.setting
+        if setting["line_search"] == 0 and setting["lr"] == 0.02:
+            assert len(highest) == 3 and (highest > 170).all()
+        elif setting["lr"] < 0.01:
+            assert (highest <= start).all()
+    best = groups[[setting["line_search"] == 0 for setting in groups.setting]].iloc[0]
+    assert best.setting["lr"] == 0.006 and best.setting["average"] == 0.99
+    ends = f"allows 0.02, which ends at {usual.loss:.3f}, in place of 0.006, which ends at"
+    assert f"{ends} {best.loss:.3f}." in words
+    slow = {"lr": 0.003, "seed": 0, "schedule": "global cosine", "inner": "muon"}
+    with_it, without = (
+        the_run_of(f"results/{name}.jsonl", method="gn", **slow)["rows"][-1]["val_loss"]
+        for name in ("tiny-grids", "tiny-line-search")
+    )
+    assert f"is {with_it:.3f} with a line search (`tiny-grids`), and {without:.3f} without" in words
+
+
+def errors_of_stand_ins(at="1", **flags):
+    """L - L1 and L1 - L2 of each run of tiny-stand-ins with some flags: rows by step, columns."""
+    network, loss = [], []
+    for run in runs_of("results/tiny-stand-ins.jsonl", **flags):
+        log = pd.DataFrame(run["rows"]).set_index("step")
+        network.append(log[f"true_at_{at}"] - log[f"linearized_at_{at}"])
+        loss.append(log[f"linearized_at_{at}"] - log[f"quadratic_at_{at}"])
+    assert len(network) == 3
+    return pd.concat(network, axis=1).loc[1:], pd.concat(loss, axis=1).loc[1:]
+
+
+def test_the_stand_ins_are_as_wrong_on_tiny_as_is_said():
+    """At θ and half the way to it, with a line search."""
+    network, loss = errors_of_stand_ins(alphas="")
+    (words,) = words_of("RESULTS.md")
+    of_both = f"L - L1 is {extremes(network.loc[1])} nats, and L1 - L2 is {extremes(loss.loc[1])}."
+    assert of_both in words
+    assert (loss.loc[1].to_numpy() > network.loc[1].to_numpy()).sum() == 2
+    of_both = f"L - L1 is {extremes(network.loc[2:8])} nats, and L1 - L2 is"
+    assert f"In steps 2 to 8, {of_both} {extremes(loss.loc[2:8])}." in words
+    half = [abs(errors).max().max() for errors in errors_of_stand_ins("0.5", alphas="")]
+    assert f"L - L1 is at most {half[0]:.2f} nats, and L1 - L2 at most {half[1]:.2f}." in words
+    for run in runs_of("results/tiny-stand-ins.jsonl", alphas=""):
+        assert [round(row["alpha"], 2) for row in run["rows"][1:]].count(0.35) in (14, 15)
+    assert "0.35 of the way in 14 or 15 of the 20 steps" in words
+
+
+def test_whole_steps_on_tiny_fail_by_the_expansion_of_the_loss():
+    network, loss = errors_of_stand_ins(alphas="1")
+    (words,) = words_of("RESULTS.md")
+    assert f"In the second step, L1 - L2 is {extremes(loss.loc[2])} nats. In the fourth" in words
+    fourth = [run["rows"][4] for run in runs_of("results/tiny-stand-ins.jsonl", alphas="1")]
+    assert all(row["quadratic_at_1"] < 0 for row in fourth)
+    assert f"and L is {range_of([row['true_at_1'] for row in fourth])}. The linearization" in words
+    assert "in steps 4 to 8, L is below L1 at every seed" in words
+    assert (network.loc[4:8] < 0).all(axis=None)
+
+
+def test_a_larger_batch_costs_as_much_as_is_said():
+    """Each loss is that of the better learning rate; the batches are 16k to 262k."""
+    asked, groups = groups_of("results/tiny-batches.jsonl")
+    best = groups.drop_duplicates(["method", "batch"])
+    losses = best.pivot(index="method", columns="batch", values="loss")
+    rises = (losses[262_144] - losses[32_768]).map("{:.3f}".format)
+    (words,) = words_of("RESULTS.md")
+    assert f"full Gauss-Newton rises by {rises.gn}, that of prox-linear by {rises.gn_prox}" in words
+    assert f"that of layerwise by {rises.layerwise_gn}. The losses" in words
+    assert f"AdamW rise by {rises.soap}, {rises.muon} and {rises.adamw}." in words
+
+    of_seeds = {}
+    for run in runs_of("results/tiny-batch-seeds.jsonl"):
+        config = run["config"]
+        by_seed = of_seeds.setdefault(config["method"], {}).setdefault(config["batch"], {})
+        by_seed[config["seed"]] = run["rows"][-1]["val_loss"]
+    said = []
+    for method in ("gn", "gn_prox", "layerwise_gn", "soap", "muon", "adamw"):
+        small, large = (of_seeds[method][batch] for batch in (32_768, 262_144))
+        assert {*small} == {*large} == {1, 2, 3}
+        of_method = [large[seed] - small[seed] for seed in small]
+        said.append(f"{min(of_method):.3f} to {max(of_method):.3f}")
+    gn, prox, layerwise, soap, muon, adamw = said
+    assert f"these rises are {gn}, {prox} and {layerwise}, and {soap}, {muon} and {adamw}." in words
+
+    ratios = []
+    rivals = comparison.find_rivals(groups)
+    for group in best[best.method == "gn"].sort_values("batch").itertuples():
+        rival = rivals[group.batch]
+        (its_steps,) = comparison.count_steps_to(asked, rival, rival).values()
+        (steps,) = comparison.count_steps_to(asked, group, rival).values()
+        ratios.append(f"{its_steps / steps:.1f}".removesuffix(".0"))
+    first, *rest = ratios
+    assert f"{first} times fewer steps at 16k, and {', '.join(rest[:-1])} and {rest[-1]}" in words
+
+    of_262k = groups[(groups.method == "gn") & (groups.batch == 262_144)].itertuples()
+    steps = [comparison.count_steps_to(asked, group, rivals[262_144])[0] for group in of_262k]
+    assert "3 of 10 steps at the better learning rate, and 2 at the other" in words
+    assert steps == [3, 2]
+
+    bound = losses[1024].muon
+    assert f"comes to {bound:.3f} after 2,560 steps" in words
+    gn, prox = (losses.loc[method].min() - bound for method in ("gn", "gn_prox"))
+    assert f"full Gauss-Newton ends {gn:.3f} above it, and prox-linear {prox:.3f}." in words
+    smallest = losses[16_384].map("({:.3f})".format)
+    assert f"full Gauss-Newton {smallest.gn} is behind prox-linear {smallest.gn_prox}" in words
+    assert f"and layerwise {smallest.layerwise_gn}." in words
+
+
+def test_an_average_makes_prox_linear_as_fast_as_is_said():
+    steps = {}
+    for run in runs_of("results/tiny-grids.jsonl", method="gn_prox", lr=0.01):
+        if run["config"]["schedule"] == "global cosine":
+            reached = [row["step"] for row in run["rows"] if row["val_loss"] <= 1.9]
+            steps[run["config"]["average"]] = reached[0]
+    (words,) = words_of("docs/tuning.md")
+    assert f"it needs {steps[0.99]} steps to reach 1.9, and {steps[0]} steps without" in words
+    assert f"With the paper's τ 0.999 it needs {steps[0.999]} steps" in words
