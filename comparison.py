@@ -382,7 +382,8 @@ def summarize_groups(comparison):
     tokens                   read by the last step, the mean over runs
     steps_to_target, tokens_to_target
                              means over runs of what `summarize_runs` tells; NaN if a run lacks it
-    runs, steps_of_runs      lists with an element for each run, by seed: run, and steps_to_target
+    runs, seeds, steps_of_runs
+                             lists with an element for each run: run, seed, and steps_to_target
     """
     runs = summarize_runs(comparison).reset_index()
     has_finished = runs.groupby("group").finished.transform("any")
@@ -403,6 +404,7 @@ def summarize_groups(comparison):
         steps_to_target=("steps_to_target", mean_of_all),
         tokens_to_target=("tokens_to_target", mean_of_all),
         runs=("run", list),
+        seeds=("seed", list),
         steps_of_runs=("steps_to_target", list),
     )
     groups["reached"] = groups.steps_to_target.notna()

@@ -1,6 +1,7 @@
 """The tables of a task's runs, in Markdown that can also be read as it is.
 
-    Steps to loss 3.25       of the best settings, and their ratio to Gauss-Newton's (Section 6.1.1)
+    Steps to loss 3.25       of the best settings, and their ratio to Gauss-Newton's at the same
+                             seeds (Section 6.1.1)
     Losses after 3b tokens   final losses of the best settings (Section 6.1.2), and their steps to
                              the last loss of the best baseline at the same batch and seed
     Costs of a step ..       of the runs of that table
@@ -67,7 +68,7 @@ def tabulate_best(best, comparison, rivals, usual):
             line["tokens read"] = format_count(group.tokens)
         else:
             line |= describe_steps(group)
-            line["steps / GN's"] = format_number(group.steps_to_target / reference)
+            line["steps / GN's"] = format_number(divide_steps(group, reference))
         lines.append(line)
     asked = "Losses" if comparison.target is None else "Steps"
     parts = []
@@ -148,9 +149,21 @@ def describe_question(comparison):
 
 
 def find_reference(best):
-    """The fewest steps of Gauss-Newton to the target, at any batch; NaN if there are none."""
-    steps = best.steps_to_target[best.method == "gn"]
-    return steps[steps > 0].min()
+    """The group of Gauss-Newton with the fewest steps to the target, at any batch; None if none."""
+    groups = best[(best.method == "gn") & (best.steps_to_target > 0)]
+    return min(groups.itertuples(), key=lambda group: group.steps_to_target, default=None)
+
+
+def divide_steps(group, reference):
+    """A group's steps to the target by those of a reference, at the seeds of both; NaN if none."""
+    if reference is None or not group.reached:
+        return np.nan
+    steps = dict(zip(group.seeds, group.steps_of_runs, strict=True))
+    its_steps = dict(zip(reference.seeds, reference.steps_of_runs, strict=True))
+    seeds = steps.keys() & its_steps.keys()
+    if not seeds:
+        return np.nan
+    return sum(steps[seed] for seed in seeds) / sum(its_steps[seed] for seed in seeds)
 
 
 # ---- cells ---------------------------------------------------------------------------------------

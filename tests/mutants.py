@@ -691,7 +691,8 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("stand_ins.py", "gn.py is lost to the process", '        train.METHODS["gn"] = plain\n', "        pass\n"),
     ("stand_ins.py", "another method is trained without a word", '        flags.peek(words, "method", "gn", valid=["gn"])\n', "        pass\n"),
     # tables.py
-    ("tables.py", "ratios to the most steps of Gauss-Newton", "steps[steps > 0].min()", "steps[steps > 0].max()"),
+    ("tables.py", "ratios to the most steps of Gauss-Newton", "return min(groups.itertuples()", "return max(groups.itertuples()"),
+    ("tables.py", "ratios over other seeds than Gauss-Newton's", "sum(steps[seed] for seed in seeds)", "sum(steps.values())"),
     ("tables.py", "a diverged setting has a loss", '    if group.diverged:\n        cells["loss"] = "diverged"', '    if False:\n        cells["loss"] = "diverged"'),
     ("tables.py", "an unfinished run passes for a finished one", "        if not group.finished:\n", "        if False:\n"),
     ("tables.py", "a table of settings that says nothing new", "of_method.batch.duplicated().any()", "len(of_method) > 1"),
