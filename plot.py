@@ -179,7 +179,7 @@ def draw_losses(ax, table, x, target=None):
         curve.index = at_step[x].mean()  # with a race, each seed reads another number of tokens
         draw_curve(ax, method, curve, label=label)
 
-    ax.set(xlabel=XLABELS[x], ylabel="validation loss (nats a token)")
+    ax.set(xlabel=XLABELS[x], ylabel="validation loss (nats per token)")
     ends = table.groupby("method")[x].max()
     if ends.max() > 5 * ends.min() > 0:
         ax.set_xscale("log")  # step 0 is then not shown
@@ -202,7 +202,7 @@ def draw_settings(ax, table, labels, target=None):
         rows = table[table.group == group]
         curve = rows.groupby("step").val_loss.agg(STATISTICS)
         draw_curve(ax, rows.method.iloc[0], curve, label=labels[group], **look)
-    ax.set(xlabel="outer steps", ylabel="validation loss (nats a token)")
+    ax.set(xlabel="outer steps", ylabel="validation loss (nats per token)")
     if target is not None:
         draw_target(ax, table.step, target)
 
@@ -226,7 +226,7 @@ def draw_against_batch(ax, values):
 def draw_final_losses(ax, table, bounds=None):
     """Final loss against batch; bounds: rows of Muon at the inner batch, drawn as dotted lines."""
     draw_against_batch(ax, find_final_losses(table))
-    ax.set(ylabel="final validation loss (nats a token)")
+    ax.set(ylabel="final validation loss (nats per token)")
     if bounds is None:
         return
     ends = [table.batch.min(), table.batch.max()]
