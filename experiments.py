@@ -312,6 +312,7 @@ EXPERIMENTS["5m-12m-late"] = Experiment(
 GN_COSINE = "--method gn --schedule 'global cosine'"
 
 # A line search reads an eighth of a batch, and a run is evaluated 25 times, or after each step.
+# The last line is the bound of Section 5.
 EXPERIMENTS["5m-batches"] = Experiment(
     "What does a larger batch change at 5m, if the tokens stay as many (Section 6.1.2)?",
     "--model 5m --tokens 100m --dtype bfloat16",
@@ -329,6 +330,24 @@ EXPERIMENTS["5m-batches"] = Experiment(
 {FIVE_M_MUON} --average 0.4 --batch 400k --eval-every 10 --lr 0.02,0.01
 {FIVE_M_MUON} --average 0.4 --batch 1.2m --eval-every 3 --lr 0.02,0.01
 {FIVE_M_MUON} --average 0.4 --batch 4m,12m --lr 0.02,0.01
+--method muon --batch 16384 --eval-every 250 --schedule cosine --lr 0.01,0.005
+""",
+)
+
+# ---- 45m, with batches of 4m tokens --------------------------------------------------------------
+
+# The target is a little above what full Gauss-Newton reaches in 12 steps.
+EXPERIMENTS["45m-grids"] = Experiment(
+    "With which setting does each method need the fewest steps of 4m tokens to a loss of 4.1?",
+    "--model 45m --batch 4m --warmup-tokens 15m --target-loss 4.1 --dtype bfloat16",
+    """
+--method gn --line-search-tokens 500k --schedule 'global cosine' --steps 12 --lr 0.01,0.006
+--method gn --line-search-tokens 500k --schedule 'constant+inner cosine' --steps 14 --lr 0.003,0.01
+--method gn_prox --average 0.99 --steps 12 --lr 0.01,0.006
+--method gn_prox --average 0.99 --steps 9 --lr 0.01
+--method layerwise_gn --line-search-tokens 500k --schedule 'global cosine' --steps 12 --lr 0.01
+--method soap --schedule constant --warmup-steps 5 --steps 90 --lr 0.003,0.005
+--method muon --schedule constant --warmup-steps 5 --average 0.4 --steps 120 --lr 0.01,0.02
 """,
 )
 
