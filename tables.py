@@ -163,7 +163,9 @@ def divide_steps(group, reference):
     seeds = steps.keys() & its_steps.keys()
     if not seeds:
         return np.nan
-    return sum(steps[seed] for seed in seeds) / sum(its_steps[seed] for seed in seeds)
+    total = sum(steps[seed] for seed in seeds)
+    its_total = sum(its_steps[seed] for seed in seeds)
+    return total / its_total
 
 
 # ---- cells ---------------------------------------------------------------------------------------

@@ -19,6 +19,9 @@ class Signals:
 
     While `deferred`, the first signal is only noted, and the next safe point saves the newest state
     and raises Stop. A second signal raises Stop at once: what came since the last save is lost.
+
+    Such contexts may be nested. A signal after the last safe point of the inner one, in the last
+    save of a run, is for the outer one, which raises Stop.
     """
 
     def __init__(self):
@@ -33,10 +36,14 @@ class Signals:
         self.waiting = jax.process_count() > 1
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, kind, error, traceback):
         command.raised.clear()
         for number, handler in self.replaced.items():
             signal.signal(number, handler)
+        was_heard = self.number == 0 or error is not None
+        outer = getattr(self.replaced.get(self.number), "__self__", None)
+        if not was_heard and isinstance(outer, Signals):
+            outer.receive(self.number, None)
 
     def receive(self, number, frame):
         """The handler of both signals."""

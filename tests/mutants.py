@@ -522,6 +522,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     # runtime/live.py
     ("runtime/live.py", "an older state saved over a newer one", "        self.write(state)\n        self.newest = None\n", "        self.write(state)\n"),
     ("runtime/live.py", "a second Ctrl-C waits like the first", "if not (first and self.waiting):", "if not self.waiting:"),
+    ("runtime/live.py", "a signal in the last save of a run is lost", "if not was_heard and", "if False and"),
     ("runtime/live.py", "saved at the ends of outer steps only", "    if (number or due) and saver", "    if number and saver"),
     ("runtime/live.py", "the newest state lost to a signal", "    if (number or due) and saver", "    if due and saver"),
     ("runtime/command.py", "a signal that passes for a failure", "class Stop(BaseException):", "class Stop(Exception):"),

@@ -289,6 +289,14 @@ def test_a_signal_ends_a_program_at_once_and_a_run_at_its_next_safe_point():
     assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
 
 
+def test_a_signal_after_the_last_safe_point_of_a_run_is_for_what_goes_on_after_it():
+    """As experiments.py does, which would start the next run. A run alone just comes to its end."""
+    with live.Signals(), pytest.raises(command.Stop), live.Signals() as signals, signals.deferred():
+        os.kill(os.getpid(), signal.SIGTERM)
+    with live.Signals() as signals, signals.deferred():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def test_a_second_signal_ends_a_run_without_a_save(here, capsys, monkeypatch):
     """It may come while a step overwrites the memory of the state, which must then not be saved."""
     original, steps = baselines.accumulate, []
