@@ -132,6 +132,9 @@ EXPERIMENTS["tiny-batches"] = Experiment(
 --method soap --batch 16384,32768,65536,131072,262144 --lr 0.03,0.015
 --method muon --batch 16384,32768,65536,131072,262144 --lr 0.06,0.03
 --method adamw --batch 16384,32768,65536,131072,262144 --lr 0.015,0.0075
+--method soap --batch 262144 --warmup-steps 2,5 --lr 0.03,0.06
+--method muon --batch 262144 --warmup-steps 2,4 --lr 0.06,0.12
+--method adamw --batch 262144 --warmup-steps 2,5 --lr 0.015,0.03
 --method muon --batch 1024 --schedule cosine --lr 0.02,0.01
 """,
 )
@@ -144,6 +147,7 @@ EXPERIMENTS["tiny-batch-seeds"] = Experiment(
 --method gn_prox --batch 32768,262144 --lr 0.015
 --method soap --batch 32768,262144 --lr 0.03
 --method muon --batch 32768,262144 --lr 0.06
+--method muon --batch 262144 --lr 0.06 --warmup-steps 4
 --method adamw --batch 32768,262144 --lr 0.015
 --method layerwise_gn --batch 32768,262144 --lr 0.03
 """,

@@ -157,9 +157,12 @@ def test_a_larger_batch_costs_as_much_as_is_said():
     assert f"that of layerwise by {rises.layerwise_gn}. The losses" in words
     assert f"AdamW rise by {rises.soap}, {rises.muon} and {rises.adamw}." in words
 
-    of_seeds = {}
+    of_seeds, shorter = {}, []
     for run in runs_of("results/tiny-batch-seeds.jsonl"):
         config = run["config"]
+        if config["method"] == "muon" and config["warmup_steps"] == 4:
+            shorter.append(run["rows"][-1]["val_loss"])
+            continue
         by_seed = of_seeds.setdefault(config["method"], {}).setdefault(config["batch"], {})
         by_seed[config["seed"]] = run["rows"][-1]["val_loss"]
     said = []
@@ -170,6 +173,19 @@ def test_a_larger_batch_costs_as_much_as_is_said():
         said.append(f"{min(of_method):.3f} to {max(of_method):.3f}")
     gn, prox, layerwise, soap, muon, adamw = said
     assert f"these rises are {gn}, {prox} and {layerwise}, and {soap}, {muon} and {adamw}." in words
+
+    at_262k = groups[groups.batch == 262_144]
+    usual, better = (
+        find_group(at_262k, "muon", lr=0.06, warmup_steps=steps).loss for steps in (6, 4)
+    )
+    assert f"only Muon's loss gets lower, by {usual - better:.3f} with 4 steps" in words
+    for method, tuned in (("soap", 0.03), ("adamw", 0.015), ("muon", 0.06)):
+        settings = at_262k[at_262k.method == method]
+        assert len(settings) == 6
+        assert settings.iloc[0].setting["lr"] == tuned
+        assert settings.iloc[0].setting["warmup_steps"] == (4 if method == "muon" else 10)
+    assert min(shorter) < max(of_seeds["muon"][262_144].values())  # "makes no difference"
+    assert max(shorter) > min(of_seeds["muon"][262_144].values())
 
     ratios = []
     rivals = comparison.find_rivals(groups)
