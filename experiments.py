@@ -22,7 +22,6 @@ import shlex
 import signal
 import sys
 import threading
-import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +33,7 @@ import data
 import stand_ins
 import train
 from runtime import files, flags, packed, parallel
-from runtime.command import BadInput, Stop, blaming_input, command, say
+from runtime.command import BadInput, blaming_input, command, say
 from runtime.live import Signals
 
 
@@ -155,6 +154,9 @@ EXPERIMENTS["tiny-batch-seeds"] = Experiment(
 
 # ---- 5m, most with batches of 4m or 12m tokens ---------------------------------------------------
 
+# The runs in results/ read books and manuals, which are not part of this project. --data names a
+# text of your own; without it, these runs read C4. All runs of a file must read one text.
+
 # The line search may read 500k tokens, which is an eighth of 4m and a 24th of 12m.
 FIVE_M_GN = "--method gn --line-search-tokens 500k"
 FIVE_M_PROX = "--method gn_prox --schedule 'global cosine'"
@@ -163,8 +165,8 @@ FIVE_M_SOAP = "--method soap --schedule constant --warmup-steps 5"
 FIVE_M_MUON = "--method muon --schedule constant --warmup-steps 5"
 FIVE_M_ADAMW = "--method adamw --schedule constant --warmup-steps 5"
 
-# As long as no steps are given, a run has 25: it reads 100m tokens, 20 per parameter. With warm-up
-# and line search, these are at most 118m.
+# Without --steps, a run has 25 steps, which read 100m tokens: 20 per parameter. Warm-up and line
+# searches read at most 18m more.
 FIVE_M_4M = "--model 5m --batch 4m --dtype bfloat16"
 
 EXPERIMENTS["5m-grids"] = Experiment(
@@ -223,27 +225,30 @@ EXPERIMENTS["5m-target"] = Experiment(
 
 FIVE_M_12M = "--model 5m --batch 12m --dtype bfloat16 --target-loss 3.21"
 
+GN_8_STEPS = f"{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8"
+GN_6_STEPS = f"{FIVE_M_GN} --schedule 'global cosine' --steps 6"
+
 EXPERIMENTS["5m-12m-grids"] = Experiment(
     "With which setting does each method need the fewest steps of 12m tokens to a loss of 3.21?",
     FIVE_M_12M,
     f"""
-{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.003,0.006,0.01
-{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.006 --line-search 10
-{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.006 --damping 0.00001,0.0001
-{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.01 --damping 0.0001
-{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.003,0.0045,0.006 --b2 0.95
-{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.006,0.01 --b2 0.95 --damping 0.0001
-{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.006 --b2 0.95 --damping 0.001
-{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.003 --b2 0.9
-{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.003,0.006 --average 0.99
-{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.006,0.01 --inner-batch 64
-{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.0015,0.002
-{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.006 --momentum 0.8
-{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.006 --restart true
-{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.006 --inner-warmup 0.2
-{FIVE_M_GN} --schedule 'global cosine' --steps 6 --lr 0.003,0.006,0.01
-{FIVE_M_GN} --schedule 'global cosine' --steps 6 --lr 0.006 --line-search 10
-{FIVE_M_GN} --schedule 'global cosine' --steps 6 --lr 0.006 --average 0.99
+{GN_8_STEPS} --lr 0.003,0.006,0.01
+{GN_8_STEPS} --lr 0.006 --line-search 10
+{GN_8_STEPS} --lr 0.006 --damping 0.00001,0.0001
+{GN_8_STEPS} --lr 0.01 --damping 0.0001
+{GN_8_STEPS} --lr 0.003,0.0045,0.006 --b2 0.95
+{GN_8_STEPS} --lr 0.006,0.01 --b2 0.95 --damping 0.0001
+{GN_8_STEPS} --lr 0.006 --b2 0.95 --damping 0.001
+{GN_8_STEPS} --lr 0.003 --b2 0.9
+{GN_8_STEPS} --lr 0.003,0.006 --average 0.99
+{GN_8_STEPS} --lr 0.006,0.01 --inner-batch 64
+{GN_8_STEPS} --lr 0.0015,0.002
+{GN_8_STEPS} --lr 0.006 --momentum 0.8
+{GN_8_STEPS} --lr 0.006 --restart true
+{GN_8_STEPS} --lr 0.006 --inner-warmup 0.2
+{GN_6_STEPS} --lr 0.003,0.006,0.01
+{GN_6_STEPS} --lr 0.006 --line-search 10
+{GN_6_STEPS} --lr 0.006 --average 0.99
 {FIVE_M_PROX} --average 0 --steps 6 --lr 0.003,0.006
 {FIVE_M_PROX} --average 0.99 --steps 6 --lr 0.006
 {FIVE_M_PROX} --average 0.99 --steps 5 --lr 0.006 --b2 0.999,0.95
@@ -363,8 +368,8 @@ NOT_COMPARED = (*train.MAY_DIFFER, "data", "save_every")
 # ---- what there is to do -------------------------------------------------------------------------
 
 
-class Task(NamedTuple):
-    """A run of an experiment."""
+class Job(NamedTuple):
+    """A run of an experiment, which can be trained."""
 
     words: list  # the command line of train.py
     run: Any  # the train.Run that they describe
@@ -376,14 +381,14 @@ def results_of(name):
     return Path(f"results/{name}.jsonl")
 
 
-def tasks_of(name, text=None):
-    """The Tasks of an experiment, in order.
+def jobs_of(name, text=None):
+    """The Jobs of an experiment, in the order in which they are trained.
 
     text: the path that the runs read, if another than their commands name. Raises ValueError if a
     command is not valid.
     """
     experiment = EXPERIMENTS[name]
-    tasks = {}
+    jobs = {}
     for line in experiment.commands.strip().splitlines():
         words = shlex.split(f"{experiment.common} {line}")
         if text:
@@ -391,29 +396,27 @@ def tasks_of(name, text=None):
         for words_of_run in flags.expand(words):
             run = train.configure(words_of_run, home=f"runs/{name}")
             folder = run.config.out
-            # A run that two commands describe is one Task. Runs that differ only in their length
-            # have one folder.
+            # A run that two commands describe is one Job.
             words_of_run = [*words_of_run, "--out", folder]
-            tasks[folder, run.last_step] = Task(words_of_run, run, experiment.program)
-    return [*tasks.values()]
+            jobs[folder, run.last_step] = Job(words_of_run, run, experiment.program)
+    # Lengths of one run, which have one folder, follow one another, the shortest first.
+    ordered = train.in_order([job.run for job in jobs.values()])
+    return [jobs[run.config.out, run.last_step] for run in ordered]
 
 
-def find_missing(tasks, saved_runs):
-    """The Tasks whose runs are not among some packed runs, or have not come to an end there."""
+def find_missing(jobs, saved_runs):
+    """The Jobs whose runs are not among some packed runs, or have not come to an end there."""
     ended = [saved for saved in saved_runs if has_ended(saved)]
     missing = []
-    for task in tasks:
-        if not any(is_same(saved, task.run) for saved in ended):
-            missing.append(task)
+    for job in jobs:
+        if not any(is_same(saved, job.run) for saved in ended):
+            missing.append(job)
     return missing
 
 
 def is_same(saved, run):
     """Whether a packed run was made with the flags of a Run that count."""
-    fields = train.fields_of_all(run.config.method)
-    # A flag that is newer than the saved run had its default there.
-    defaults = {name: flag.default for name, flag in fields.items()}
-    flags_then = defaults | saved["config"]
+    flags_then = train.defaults_of(run) | saved["config"]
     flags_now = flags_that_count(run)
     return all(flags_then.get(name) == value for name, value in flags_now.items())
 
@@ -438,30 +441,27 @@ def has_ended(saved):
 # ---- doing it ------------------------------------------------------------------------------------
 
 
-def train_missing(name, tasks, minutes):
-    """Trains the Tasks of an experiment, but for those that another command trains.
+def train_missing(name, jobs, minutes):
+    """Trains the Jobs of an experiment, but for those that another command trains.
 
     Returns the exit status: 0 if all that it has trained have ended, else that of the run that did
     not. Raises Stop when the minutes are over, or if a signal came.
     """
     file = results_of(name)
-    start = time.monotonic()
     with Signals(), stopping_after(minutes):
-        if tasks:  # all read one text
-            run = tasks[0].run
+        if jobs:  # all read one text
+            run = jobs[0].run
             check_text(file, find_held_out(run), run.config.out)
-        for number, task in enumerate(tasks, 1):
-            if minutes and time.monotonic() - start > 60 * minutes:
-                raise Stop(signal.SIGTERM)  # the time was up when a run had just come to its end
-            with claimed(name, task) as is_mine:
+        for number, job in enumerate(jobs, 1):
+            with claimed(name, job) as is_mine:
                 if is_mine:
-                    title = f"run {number} of {len(tasks)} that are missing: {task.run.config.out}"
+                    title = f"run {number} of {len(jobs)} that are missing: {job.run.config.out}"
                     print(f"\n==== {name}: {title}")
-                    status = train_one(file, task)
+                    status = train_one(file, job)
                     if status:
                         return status
 
-    left = len(find_missing(tasks, packed.read(file)))
+    left = len(find_missing(jobs, packed.read(file)))
     if left:
         print(f"missing runs: {left}; if no other command trains them, give this one again")
     else:
@@ -470,26 +470,27 @@ def train_missing(name, tasks, minutes):
 
 
 @contextmanager
-def claimed(name, task):
-    """Yields whether this command may train a Task. While it may, no other command does.
+def claimed(name, job):
+    """Yields whether this command may train a Job. While it may, no other command does.
 
-    It may not if another one trains it now, or has added it to the file of the experiment since.
+    It may not if another one now trains it, or another length of it in the same folder, or has
+    added it to the file of the experiment since.
     """
-    lock = Path(f"runs/{name}/locks") / files.digest(flags_that_count(task.run))[:12]
+    lock = Path(f"runs/{name}/locks") / Path(job.run.config.out).name
     with ExitStack() as stack:
         is_free = files.hold(lock, stack)
-        yield is_free and bool(find_missing([task], packed.read(results_of(name))))
+        yield is_free and bool(find_missing([job], packed.read(results_of(name))))
 
 
-def train_one(file, task):
-    """Trains a Task, and adds it to a file if it has ended.
+def train_one(file, job):
+    """Trains a Job, and adds it to a file if it has ended.
 
     Returns the exit status: 0 if it has ended, also if it has diverged.
     """
-    folder = task.run.config.out
+    folder = job.run.config.out
     if jax.default_backend() == "cpu":
         jax.clear_caches()  # on a CPU, a process can map only so many compiled programs
-    status = task.program.main(task.words)
+    status = job.program.main(job.words)
     may_have_ended = status in (0, 1)  # a run that diverges has status 1, as some others have
     if not may_have_ended:
         return status
@@ -555,9 +556,9 @@ def list_experiments():
     """Lists the experiments, with what they ask and how many of their runs are there."""
     for name, experiment in EXPERIMENTS.items():
         try:
-            tasks = tasks_of(name)
-            done = len(tasks) - len(find_missing(tasks, packed.read(results_of(name))))
-            print(f"{name}: {done} of {len(tasks)} runs. {experiment.question}")
+            jobs = jobs_of(name)
+            done = len(jobs) - len(find_missing(jobs, packed.read(results_of(name))))
+            print(f"{name}: {done} of {len(jobs)} runs. {experiment.question}")
         except ValueError as error:  # such as a vocabulary that is not on this machine
             say(f"{name}: {error}")
 
@@ -600,8 +601,8 @@ def main(words):
             return 0
         name = options.name
         files.check_writable("results")
-        tasks = find_missing(tasks_of(name, options.data), packed.read(results_of(name)))
-    return train_missing(name, tasks, options.minutes)
+        jobs = find_missing(jobs_of(name, options.data), packed.read(results_of(name)))
+    return train_missing(name, jobs, options.minutes)
 
 
 if __name__ == "__main__":

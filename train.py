@@ -848,18 +848,24 @@ def identity(run, corpus=None):
     return values
 
 
-def check_folder(run, corpus=None):
-    """Raises ValueError if the run's folder holds anything but this run, shorter or longer."""
+def defaults_of(run):
+    """{flag: the value that counts for it where a saved run is older than the flag}."""
     defaults = {}
     for name, flag in fields_of_all(run.config.method).items():
         defaults[name] = flag.default
         if flag.default is None and name not in run.given:
-            defaults[name] = run.values[name]  # worked out from flags that the folder does have
+            # It was worked out from other flags. If those are equal there, so is this one.
+            defaults[name] = run.values[name]
+    return defaults
+
+
+def check_folder(run, corpus=None):
+    """Raises ValueError if the run's folder holds anything but this run, shorter or longer."""
     must_be = identity(run, corpus)
     for name in flags_that_may_differ(run.tied_by):
         del must_be[name]
     reasons = {"steps": f"on which the learning rate depends: {run.tied_by}"}
-    checkpoint.check_folder(run.config.out, must_be, defaults, reasons)
+    checkpoint.check_folder(run.config.out, must_be, defaults_of(run), reasons)
 
 
 def check_places(runs):

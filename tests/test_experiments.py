@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -58,7 +57,7 @@ def test_an_experiment_makes_what_its_file_lacks(two_rates, capsys):
 
 def test_commands_beside_each_other_train_each_run_once(two_rates, capsys, monkeypatch):
     """One passes over what another trains now, and over what it has trained since."""
-    first, second = experiments.tasks_of("two-rates")
+    first, second = experiments.jobs_of("two-rates")
     same_text = train.configure([*first.words, "--data", str(Path("text.txt").absolute())])
     with experiments.claimed("two-rates", first._replace(run=same_text)) as is_mine:
         assert is_mine
@@ -79,6 +78,19 @@ def test_commands_beside_each_other_train_each_run_once(two_rates, capsys, monke
     assert experiments.main(["two-rates"]) == 0
     assert packed_rates() == [0.02, 0.01]
     assert capsys.readouterr().out.endswith(f"{FILE} has all runs\n")
+
+
+def test_a_run_at_two_lengths_is_packed_at_each(two_rates, monkeypatch):
+    """The shorter first, as both have one folder. Meanwhile, no other command trains in there."""
+    commands = "--method adamw --lr 0.01 --schedule constant --warmup 0 --steps 2,1"
+    lengths = experiments.EXPERIMENTS["two-rates"]._replace(commands=commands)
+    monkeypatch.setattr(experiments, "EXPERIMENTS", {"lengths": lengths})
+    short, long = experiments.jobs_of("lengths")
+    with experiments.claimed("lengths", short), experiments.claimed("lengths", long) as is_mine:
+        assert not is_mine
+    assert experiments.main(["lengths"]) == 0
+    made = packed.read(experiments.results_of("lengths"))
+    assert [run["rows"][-1]["step"] for run in made] == [1, 2]
 
 
 def test_a_run_that_stops_is_not_packed_and_goes_on_later(two_rates, monkeypatch):
@@ -129,16 +141,16 @@ def test_a_run_has_ended_at_its_steps_or_its_target(tmp_path):
 
 def test_a_failure_that_is_no_divergence_ends_an_experiment(two_rates, monkeypatch):
     """Such as a full disk; and what is in the folder of a refused run is not taken for it."""
-    (task, *_) = experiments.tasks_of("two-rates")
+    (job, *_) = experiments.jobs_of("two-rates")
     for status, rows in ((1, 0), (1, 2), (2, 9)):
         monkeypatch.setattr(train, "main", lambda words, status=status: status)
         Path("runs/two-rates").mkdir(parents=True, exist_ok=True)
         made = Run(Path("runs/two-rates"), "adamw", lr=0.01).cut(rows)
         assert len(made.losses) == rows
-        Path(made.folder).rename(task.run.config.out)
+        Path(made.folder).rename(job.run.config.out)
         assert experiments.main(["two-rates"]) == status
         assert not FILE.exists()
-        shutil.rmtree(task.run.config.out)
+        shutil.rmtree(job.run.config.out)
 
 
 def test_a_run_on_another_text_is_refused_before_it_is_trained(two_rates, capsys):
@@ -171,11 +183,14 @@ def test_runs_on_several_texts_are_not_mixed(two_rates, monkeypatch, capsys):
 
 
 def test_a_run_that_is_older_than_a_flag_is_not_made_again(two_rates):
-    (task, *_) = experiments.tasks_of("two-rates")
-    config = {name: value for name, value in task.run.values.items() if name != "clip"}
-    assert experiments.is_same({"config": config}, task.run)
-    assert not experiments.is_same({"config": config | {"lr": 0.5}}, task.run)
-    assert experiments.is_same({"config": config | {"micro_batch": 2, "data": "b"}}, task.run)
+    (job, *_) = experiments.jobs_of("two-rates")
+    config = {name: value for name, value in job.run.values.items() if name != "clip"}
+    assert experiments.is_same({"config": config}, job.run)
+    assert not experiments.is_same({"config": config | {"lr": 0.5}}, job.run)
+    assert experiments.is_same({"config": config | {"micro_batch": 2, "data": "b"}}, job.run)
+    del config["eval_every"]
+    worked_out = job.run._replace(given={})  # as if --eval-every had not been given
+    assert experiments.is_same({"config": config}, worked_out)
 
 
 def test_time_that_is_up_ends_the_command(tmp_path):
@@ -185,13 +200,6 @@ def test_time_that_is_up_ends_the_command(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=AS_A_USER, timeout=120, **pipes)
     assert done.returncode == 143, done.stderr
     assert done.stderr.endswith("stopped; the same command goes on from here\n")
-
-
-def test_time_that_was_up_at_the_end_of_a_run_ends_the_command_too(two_rates, monkeypatch):
-    """A signal that comes then is heard by nobody."""
-    monkeypatch.setattr(threading.Timer, "start", lambda self: None)
-    assert experiments.main(["two-rates", "--minutes", "0.001"]) == 143
-    assert packed_rates() == [0.01]
 
 
 def test_runs_of_ones_own_are_packed_once(tmp_path, capsys):
@@ -263,7 +271,7 @@ def test_the_commands_of_an_experiment_are_valid_and_its_file_holds_nothing_else
 ):
     monkeypatch.setattr(train, "tokenizer", stand_in)
     assert "--dtype" in experiments.EXPERIMENTS[name].common  # else a machine would decide it
-    tasks = experiments.tasks_of(name)
+    jobs = experiments.jobs_of(name)
     for saved in packed.read(ROOT / experiments.results_of(name)):
-        found = [task for task in tasks if experiments.is_same(saved, task.run)]
+        found = [job for job in jobs if experiments.is_same(saved, job.run)]
         assert len(found) == 1, saved["config"]
