@@ -39,7 +39,7 @@ import pandas as pd
 import baselines
 import gn
 from runtime import checkpoint, files, packed
-from train import METHODS, fields_of_all
+from train import METHODS, valid_flags
 
 # The columns of a log that are read.
 MEASURED = ["step", "tokens", "tokens_line_search", "val_loss", "alpha", "seconds", "joules"]
@@ -198,7 +198,7 @@ def fill_in(config):
     method = config["method"]
     if method not in METHODS:
         raise ValueError(f"there is no method {method!r}")
-    defaults = {name: flag.default for name, flag in fields_of_all(method).items()}
+    defaults = {name: flag.default for name, flag in valid_flags(method).items()}
     run = defaults | config
     for name in ("batch", "inner_batch", "context"):
         run[name] = check_count(name, run[name])

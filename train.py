@@ -1,11 +1,14 @@
 """Trains a LLaMA: `python train.py --method gn --model tiny`. `--help` lists every flag.
 
-A run tokenizes its text as it comes to it. It warms up with AdamW on the first tokens, the same for
-all methods (Section 5). Then it takes outer steps of its method; now and then it evaluates the
-model on held-out text, logs a row and saves its state. Every batch is a function of seed and step:
-a run that was stopped and is started again with the same command resumes as if it had never been
-stopped. With more --steps it goes on from its end, if its learning rate does not depend on its
-length.
+A run first warms up: AdamW takes steps on the first tokens, the same for all methods (Section 5).
+Then its method takes outer steps. An outer step reads one batch, in parts that are called inner
+batches. With Gauss-Newton it is Algorithm 1; with AdamW, Muon and SOAP it is one update. Now and
+then the run evaluates the model on held-out text, logs a row and saves its state. The text is
+tokenized while the run reads it.
+
+Every batch is a function of seed and step. So a run that was stopped resumes with the same command
+as if it had never been stopped. With more --steps, a finished run goes on from its end, if its
+learning rate does not depend on its length.
 
 The flags are the fields of three dataclasses: Config in this file, model.Config, and the Config of
 the method. Commas between the values of a flag make a grid: one run for each combination.
@@ -60,7 +63,7 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Config:
-    """A run. A field that is None by default gets its value from DEFAULTS or from other fields."""
+    """A run. The defaults that go with a model are in DEFAULTS; others are worked out."""
 
     # the method that trains
     method: str = "gn"
@@ -75,11 +78,11 @@ class Config:
     # tokens in a batch, which an outer step reads; line search not included (Appendix H: 400k to
     # 120m)
     batch: int = None
-    # tokens of the run, warm-up and line search not included, where --steps is not given; default
-    # for 45m 900m (Appendix G), for 150m 3b (Section 6.1.2): about 20 per parameter
+    # tokens of the run, warm-up and line search not included; where --steps is given, that counts.
+    # About 20 per parameter, as at 45m (Appendix G) and at 150m (Section 6.1.2)
     tokens: int = None
-    # outer steps; default tokens / batch. With --target-loss and neither of the two, a run ends at
-    # the target only
+    # outer steps; where neither this nor --target-loss is given, tokens / batch. With --target-loss
+    # and neither --steps nor --tokens, a run ends at the target only
     steps: int = None
     # sequences in an inner batch, b_inner (Section 5: 32 at 45m, 128 at 150m)
     inner_batch: int = None
@@ -87,7 +90,8 @@ class Config:
     # holds. It changes no result, but for rounding
     micro_batch: int = None
     eval_tokens: int = None  # held-out tokens that an evaluation reads, at most
-    # outer steps from one evaluation and save to the next; default: as many as read --eval-tokens
+    # outer steps from one evaluation and save to the next; default: --eval-tokens / batch, but at
+    # least 1
     eval_every: int = None
     save_every: float = 10.0  # minutes from one save to the next at most, also inside outer steps
     # nats per token: stop at the first evaluation at or below this loss (Section 6.1.1)
@@ -124,7 +128,8 @@ MEANT = {
     "--warmup-fraction": "--warmup-tokens",
 }
 
-# The fields of a method's Config that are no flags: `configure` fills them in.
+# The fields of a method's Config that are no flags. `configure_method` fills them in, but for
+# `model`, the module with the functions of the network, which keeps its default.
 DERIVED = ("model", "network", "inner_steps", "outer_steps", "inner_tokens", "micro_batch")
 
 NO_END = 2**31 - 1  # what a method is told of the steps of a run that ends at its target only
@@ -133,14 +138,14 @@ PAPER = {
     "data": "c4",
     "tokenizer": "gpt2",
     "batch": 4_000_000,
-    "eval_tokens": 10 * 128 * 1024,  # the paper: ten times as many
+    "eval_tokens": 1_310_720,  # a tenth of the paper's
 }
 LAPTOP = {
     "data": "stdlib",
     "tokenizer": "bytes",
     "batch": 131_072,
     "eval_tokens": 65_536,
-    "steps": 10,  # half of 20 tokens per parameter
+    "steps": 10,  # 1.3m tokens, 10 per parameter: half of what the other models get
 }
 DEFAULTS = {  # of flags, for each model; each has either steps or tokens
     "tiny": LAPTOP | {"inner_batch": 8},
@@ -198,9 +203,9 @@ class Run(NamedTuple):
     mesh: jax.sharding.Mesh  # the devices
     tokenizer: Tokenizer
     parameters: int  # how many the network has
-    values: dict  # {flag: value}, as they came out
+    values: dict  # {flag: value} of all flags, those that were worked out, too
     given: dict  # {flag: value} of those on the command line, but for the folder
-    tied_by: str  # the flag by which the learning rate depends on the length; None: by no flag
+    tied_by: str  # what makes the learning rate depend on the length, see find_tie; None: nothing
 
     @property
     def inner_tokens(self):
@@ -248,39 +253,39 @@ class Run(NamedTuple):
 # ---- the command line ----------------------------------------------------------------------------
 
 
-def groups_of_all(method):
-    """{title: {name: Flag}} of every flag that is valid with a method."""
+def flag_groups(method):
+    """{title: {name: Flag}}: every flag that is valid with a method, as --help groups them."""
     of_run = flags.fields_of(Config)
-    for name, valid in (("method", METHODS), ("model", model.PRESETS)):
-        choices = " | ".join(valid)
-        of_run[name] = of_run[name]._replace(help=f"{choices}: {of_run[name].help}")
+    for name, choices in (("method", METHODS), ("model", model.PRESETS)):
+        listed = " | ".join(choices)
+        of_run[name] = of_run[name]._replace(help=f"{listed}: {of_run[name].help}")
     of_method = flags.fields_of(METHODS[method].Config, DERIVED)
     return {"a run": of_run, method: of_method, "the network": flags.fields_of(model.Config)}
 
 
-def fields_of_all(method):
-    """The same without titles, {name: Flag}."""
-    fields = {}
-    for group in groups_of_all(method).values():
-        fields |= group
-    return fields
+def valid_flags(method):
+    """{name: Flag}: every flag that is valid with a method."""
+    valid = {}
+    for group in flag_groups(method).values():
+        valid |= group
+    return valid
 
 
-def fields_of_others(method):
-    """{title: {name: Flag}} of the flags that are valid with other methods only."""
-    found = {}
-    valid = fields_of_all(method)
-    for name, other in METHODS.items():
-        fields = flags.fields_of(other.Config, DERIVED)
-        found[name] = {flag: field for flag, field in fields.items() if flag not in valid}
-    return found
+def flags_of_others(method):
+    """{other method: {name: Flag}}: the flags that are valid with it, but not with this method."""
+    valid = valid_flags(method)
+    groups = {}
+    for other in METHODS:
+        of_other = flags.fields_of(METHODS[other].Config, DERIVED)
+        groups[other] = {name: flag for name, flag in of_other.items() if name not in valid}
+    return groups
 
 
 def parse(argv):
     """{flag: value} of all flags, and of those that the command line has. Raises ValueError."""
     method = flags.peek(argv, "method", Config.method, METHODS)
     preset = flags.peek(argv, "model", Config.model, model.PRESETS)
-    fields = fields_of_all(method)
+    fields = valid_flags(method)
     tuned = TUNED.get(preset, {}).get(method, {})
 
     # A default comes from the field, unless one of the next lines has another.
@@ -294,19 +299,18 @@ def parse(argv):
     # What is fast on this machine.
     values["dtype"] = choice.default_dtype()
 
-    groups, others = groups_of_all(method), fields_of_others(method)
+    groups, others = flag_groups(method), flags_of_others(method)
     shown = f"The defaults are those of --method {method} --model {preset}."
     about = f"{__doc__ or ''}\n{shown}"
     given = flags.parse(argv, groups, values, about, others, MEANT)
-    if "tokenizer" in given:
-        # All ids that it has: the number of the model belongs to the model's own tokenizer.
-        values["vocab_size"] = 0
-    if "schedule" in given or "line_search" in given:
-        # The tuned warm-up and average belong to the tuned schedule and line search.
-        for name in {"warmup_steps", "average"} & tuned.keys():
+    # A default that belongs to another one does not count where that one is given.
+    if given.get("tokenizer", values["tokenizer"]) != values["tokenizer"]:
+        values["vocab_size"] = 0  # as many ids as that tokenizer has by itself
+    if given.keys() & {"schedule", "line_search", "alphas"}:
+        for name in tuned.keys() & {"warmup_steps", "average"}:
             values[name] = fields[name].default
     if "warmup" in given and "warmup_steps" in values:
-        values["warmup_steps"] = 0
+        values["warmup_steps"] = 0  # steps would count in place of the fraction
     values |= given
 
     # The model's default length counts only where nothing that is given says when the run ends.
@@ -326,16 +330,16 @@ def configure(argv, home=None):
     config = Config(**pick(values, Config))
     config.check()
 
-    ids = tokenizer(config.tokenizer, values["vocab_size"])
-    values["vocab_size"] = ids.vocab_size
-    config = replace(config, tokenizer=ids.flag)  # a file with its digest, which sample.py needs
+    chosen = tokenizer(config.tokenizer, values["vocab_size"])
+    values["vocab_size"] = chosen.vocab_size
+    config = replace(config, tokenizer=chosen.flag)  # a file with its digest, which sample.py needs
     network = model.Config(**pick(values, model.Config))
     network.check()
     parameters = model.size(network)
-    config, inner_steps = work_out(config, network, parameters)
+    config = work_out(config, network, parameters)
 
     method = METHODS[config.method]
-    settings = configure_method(method, config, network, inner_steps, values)
+    settings = configure_method(method.Config, config, network, values)
     tied_by = find_tie(settings)
     if config.steps is None and tied_by:
         reason = f"the learning rate depends on the length of the run ({tied_by})"
@@ -345,9 +349,9 @@ def configure(argv, home=None):
 
     folder = config.out
     if home or not folder:
-        same = flags_that_may_differ(tied_by)
-        named = {name: value for name, value in values.items() if name not in same}
-        folder = f"{home or 'runs'}/{name_of(named, fields_of_all(config.method))}"
+        may_differ = flags_that_may_differ(tied_by)
+        named = {name: value for name, value in values.items() if name not in may_differ}
+        folder = f"{home or 'runs'}/{name_of(named, valid_flags(config.method))}"
     values["out"] = folder
 
     run = Run(
@@ -357,7 +361,7 @@ def configure(argv, home=None):
         settings=settings,
         network=network,
         mesh=parallel.mesh(config.inner_batch, config.shard),
-        tokenizer=ids,
+        tokenizer=chosen,
         parameters=parameters,
         values=values,
         given={name: value for name, value in given.items() if name != "out"},
@@ -375,13 +379,12 @@ def pick(values, cls, derived=()):
 
 
 def work_out(config, network, parameters):
-    """The Config with the sizes that were left out, all in whole inner batches; and N."""
+    """The Config with the sizes that were left out, all in whole inner batches."""
     if config.batch < network.context:
         fewer = f"fewer than one sequence of context {network.context}"
         raise ValueError(f"batch is {config.batch} tokens, {fewer}")
     inner_tokens = config.inner_batch * network.context
-    inner_steps = max(1, round(config.batch / inner_tokens))
-    batch = inner_steps * inner_tokens
+    batch = max(1, round(config.batch / inner_tokens)) * inner_tokens
     steps, tokens = config.steps, config.tokens
     if steps:
         tokens = None  # the steps count
@@ -393,42 +396,46 @@ def work_out(config, network, parameters):
     warmup_tokens = round(warmup_tokens / inner_tokens) * inner_tokens
     eval_every = config.eval_every or max(1, config.eval_tokens // batch)
     sizes = {"batch": batch, "warmup_tokens": warmup_tokens, "eval_every": eval_every}
-    return replace(config, **sizes, steps=steps, tokens=tokens), inner_steps
+    return replace(config, **sizes, steps=steps, tokens=tokens)
 
 
-def configure_method(method, config, network, inner_steps, values):
-    """The method's own Config. Raises ValueError if one of its values is bad."""
-    known = {
-        "inner_tokens": config.inner_batch * network.context,
+def configure_method(cls, config, network, values):
+    """The settings of a method, of class cls. Raises ValueError if one of its values is bad."""
+    inner_tokens = config.inner_batch * network.context
+    derived = {
+        "network": network,
+        "inner_steps": config.batch // inner_tokens,
+        "outer_steps": NO_END if config.steps is None else config.steps,
+        "inner_tokens": inner_tokens,
         "micro_batch": config.micro_batch or 0,
     }
-    fields = flags.fields_of(method.Config)
-    sizes = {name: value for name, value in known.items() if name in fields}
-    own = pick(values, method.Config, DERIVED)
-    outer_steps = NO_END if config.steps is None else config.steps
-    settings = method.Config(network, inner_steps, outer_steps, **sizes, **own)
+    fields = flags.fields_of(cls)
+    derived = {name: value for name, value in derived.items() if name in fields}
+    settings = cls(**derived, **pick(values, cls, DERIVED))
     if hasattr(settings, "check"):
         settings.check()
     return settings
 
 
 def find_tie(settings):
-    """The flag by which a method's learning rate depends on the length of the run, as a text.
+    """What ties a method's learning rate to the length of the run, such as "--warmup 0.2".
 
-    None if it does not depend on it: then a finished run can be lengthened.
+    None if nothing does: then a finished run can be lengthened.
     """
-    if not getattr(settings, "depends_on_length", True):
+    if not hasattr(settings, "depends_on_length"):
+        return "the method's Config has no depends_on_length"
+    if not settings.depends_on_length:
         return None
     warmup = getattr(settings, "warmup", 0)
     if warmup and not replace(settings, warmup=0.0).depends_on_length:
         return f"--warmup {warmup}"
     if hasattr(settings, "schedule"):
         return f"--schedule {settings.schedule}"
-    return "the method's Config has no depends_on_length"
+    return "the method's Config says so"
 
 
-# Flags in which two commands for one run may always differ. Of its length only the steps count, and
-# they may differ where no learning rate depends on them. A micro-batch is a matter of the machine.
+# Flags in which two commands for one run may always differ. `tokens` is among them because it
+# becomes `steps`. `steps` may differ, too, where no learning rate depends on the length of the run.
 MAY_DIFFER = ("out", "tokens", "micro_batch")
 
 
@@ -455,11 +462,11 @@ def name_of(values, fields):
 
 
 class Session(NamedTuple):
-    """A run in progress: what its steps read, show, hear and leave on disk."""
+    """A run in progress, with its text, its progress bars, its signals and its saves."""
 
     run: Run
     corpus: data.Corpus
-    ahead: data.Ahead  # index -> inner batch on the devices; the next one is read meanwhile
+    ahead: data.Ahead  # ahead(index): an inner batch on the devices; it reads the next meanwhile
     progress: Progress
     signals: live.Signals
     saver: live.Saver
@@ -471,7 +478,7 @@ class Session(NamedTuple):
     def batches(self, first, stage):
         """The function k -> inner batch number first + k of the run, int32 [B, T+1].
 
-        stage: a word for what reads them.
+        stage: a word for what reads them, which the progress bar shows.
         """
 
         def batch(k):
@@ -484,13 +491,14 @@ class Session(NamedTuple):
 
 def open_session(run, corpus, signals):
     """The Session of a run."""
-    place = corpus.train, run.network.context, run.config.inner_batch, run.config.seed
+    config = run.config
     saver = live.Saver(partial(checkpoint.save_state, run.config.out), run.config.save_every)
 
     checked = set()  # groups of the text
 
     def read(index):
-        batch = data.batch(*place, index)
+        context = run.network.context
+        batch = data.batch(corpus.train, context, config.inner_batch, config.seed, index)
         hashes = corpus.train.hashes
         if hashes.keys() - checked:  # seldom: a group lasts for thousands of batches
             checkpoint.check_text(run.config.out, hashes)
@@ -536,7 +544,7 @@ def warm_up(session):
             checkpoint.save(path, found, shared=True)
         else:
             checkpoint.warn_of_other_code(path, np.asarray(found["code"]).tobytes().hex())
-    checkpoint.remove(unfinished(run))
+    checkpoint.remove(unfinished_warm_up(run))
     return found["params"], found["loss"]
 
 
@@ -545,14 +553,14 @@ def as_only_maker(session, path):
     """Within it, no other run makes the warm-up of a path. Before, it waits for one that does.
 
     On a GPU, a warm-up that is made twice does not end with the same bits. A run of several
-    processes does not wait, as those that wait for its first process would give up.
+    processes does not wait: if one of them waited here, the others would give it up for lost.
     """
     lock = path.with_suffix(".lock")
     with ExitStack() as stack:
         if jax.process_count() == 1 and not files.hold(lock, stack):
             print("waits for another run, which makes the same warm-up")
             while not files.hold(lock, stack):
-                live.safe_point(session.signals, session.saver)
+                session.safe_point()
                 time.sleep(0.2)
         yield
 
@@ -578,7 +586,7 @@ def code_bytes():
     return np.frombuffer(bytes.fromhex(checkpoint.code()), np.uint8)
 
 
-def unfinished(run):
+def unfinished_warm_up(run):
     """The path of the state of a warm-up that is not finished."""
     return Path(run.config.out) / "warmup.npz"
 
@@ -597,20 +605,26 @@ def find_warm_up(run, path, like):
 
 
 def make_warm_up(session, params, key):
-    """Trains from params, or from what an earlier run has left: {"params", "loss", "code"}."""
+    """The warm-up from params, or from where it was stopped: {"params", "loss", "code"}."""
     run = session.run
     steps = run.warmup_batches
-    constant = {"lr": run.config.warmup_lr, "schedule": "constant", "warmup": 0.1}
-    sizes = {"inner_steps": 1, "outer_steps": steps, "micro_batch": run.micro_batch}
-    settings = baselines.AdamW(run.network, **sizes, **constant)
-    begin = parallel.jit(baselines.init, static_argnums=1)
-    # Under its key, so that one of another version of JAX is not taken.
-    begun = {key: {"state": begin(params, settings), "code": code_bytes()}}
-    begun = find_warm_up(run, unfinished(run), begun) or begun
-    state, code = begun[key]["state"], begun[key]["code"]
+    settings = baselines.AdamW(
+        network=run.network,
+        inner_steps=1,
+        outer_steps=steps,
+        micro_batch=run.micro_batch,
+        lr=run.config.warmup_lr,
+        schedule="constant",
+        warmup=0.1,
+    )
+    init = parallel.jit(baselines.init, static_argnums=1)
+    # Under its key, so that what is left of another warm-up is not taken for a part of this one.
+    saved = {key: {"state": init(params, settings), "code": code_bytes()}}
+    saved = find_warm_up(run, unfinished_warm_up(run), saved) or saved
+    state, code = saved[key]["state"], saved[key]["code"]
 
     def save(state):
-        checkpoint.save(unfinished(run), {key: {"state": state, "code": code}})
+        checkpoint.save(unfinished_warm_up(run), {key: {"state": state, "code": code}})
 
     session = session._replace(saver=live.Saver(save, run.config.save_every))
     done = int(state.t)
@@ -618,18 +632,18 @@ def make_warm_up(session, params, key):
         for step in range(done, steps):
             batches = session.batches(step, "gradients")
             state, metrics = baselines.update(state, batches, None, settings, session.saver.watch)
-    end = {"params": state.params, "loss": metrics["train_loss"]}
-    if not all(jnp.isfinite(a).all() for a in jax.tree.leaves(end)):
-        checkpoint.remove(unfinished(run))
+    made = {"params": state.params, "loss": metrics["train_loss"]}
+    if not all(jnp.isfinite(array).all() for array in jax.tree.leaves(made)):
+        checkpoint.remove(unfinished_warm_up(run))
         give_up(run, [], 0, "the warm-up diverged; try a smaller --warmup-lr")
-    return end | {"code": code}
+    return made | {"code": code}
 
 
 # ---- training ------------------------------------------------------------------------------------
 
 
 @partial(jax.jit, static_argnames=("network", "micro_batch"))
-def loss(network, params, tokens, micro_batch=0):
+def mean_loss(network, params, tokens, micro_batch=0):
     """Mean loss in nats per token on tokens, int32 [B, T+1]; micro_batch: see parallel.mean."""
     return parallel.mean(partial(model.loss, network), micro_batch)(params, tokens)
 
@@ -640,18 +654,21 @@ def evaluate(session, params):
     They are the same windows at every step, for every seed and for every size of an inner batch.
     """
     run = session.run
-    text, context, size = session.corpus.val, run.network.context, run.config.inner_batch
-    windows = min(run.config.eval_tokens // context, data.windows(text, context))
-    windows = max(1, windows)
+    text = session.corpus.val
+    context = run.network.context
+    at_once = run.config.inner_batch
+    count = min(run.config.eval_tokens // context, data.windows(text, context))
+    count = max(1, count)
+    seed = 0  # not that of the run
     total = 0.0
-    for first in range(0, windows, size):
+    for first in range(0, count, at_once):
         session.safe_point()
         session.progress.show("evaluation")
-        numbers = range(first, min(first + size, windows))
-        rows = data.sequences([text], context, 0, numbers)
-        tokens = parallel.put(run.mesh, rows, parallel.rows)
-        total += loss(run.network, params, tokens, run.micro_batch) * len(rows)
-    return float(total) / windows
+        numbers = range(first, min(first + at_once, count))
+        windows = data.sequences([text], context, seed, numbers)
+        tokens = parallel.put(run.mesh, windows, parallel.rows)
+        total += mean_loss(run.network, params, tokens, run.micro_batch) * len(windows)
+    return float(total) / count
 
 
 # What a row of log.jsonl holds in any case, in this order. null: the method has no such number, or
@@ -676,7 +693,7 @@ ROW = (
 def log_row(session, state, t, val_loss, metrics):
     """The row of log.jsonl of outer step t. Every number that a method's metrics hold is in it."""
     run, meta = session.run, session.corpus.meta
-    # A state that does not count them belongs to a method that always reads the same number.
+    # A method whose State has no `searched` reads all its fresh batches, if any, in every step.
     line_search_batches = int(getattr(state, "searched", t * run.settings.fresh_batches))
     batches = run.warmup_batches + t * run.settings.inner_steps + line_search_batches
     bits = val_loss / math.log(2)  # per token
@@ -730,11 +747,19 @@ def train(session, state, rows):
             start = time.perf_counter()
             state, metrics = outer_step(session, state, t, metrics)
             session.progress.reach((t + 1) * run.step_work)
-            if t == t0 + 1 and config.steps:  # the second step; the first one compiled, too
-                seconds_left = (time.perf_counter() - start) * (config.steps - t - 1)
-                if seconds_left > 10:
-                    session.progress.write(report.time_left(seconds_left))
+            if t == t0 + 1:  # the second step, as the first one compiled, too
+                say_time_left(session, t, time.perf_counter() - start)
     return rows
+
+
+def say_time_left(session, t, seconds):
+    """Says how long the run will still take, if it has a length and outer step t took so long."""
+    steps = session.run.config.steps
+    if steps is None:
+        return
+    seconds_left = seconds * (steps - t - 1)
+    if seconds_left > 10:
+        session.progress.write(report.time_left(seconds_left))
 
 
 def record(session, state, t, metrics, rows):
@@ -752,7 +777,9 @@ def record(session, state, t, metrics, rows):
 
 def reached(target_loss, rows):
     """Whether the last row of the log is at or below the target loss, if there is one."""
-    return bool(target_loss and rows) and rows[-1]["val_loss"] <= target_loss
+    if target_loss is None or not rows:
+        return False
+    return rows[-1]["val_loss"] <= target_loss
 
 
 def first_state(session):
@@ -760,8 +787,8 @@ def first_state(session):
     start = Meters.read()
     params, train_loss = warm_up(session)
     metrics = {"train_loss": train_loss} | start.spent({})
-    begin = parallel.jit(session.run.method.init, static_argnums=1)
-    return begin(params, session.run.settings), metrics
+    init = parallel.jit(session.run.method.init, static_argnums=1)
+    return init(params, session.run.settings), metrics
 
 
 class Meters(NamedTuple):
@@ -803,7 +830,7 @@ def outer_step(session, state, t, before):
 
 
 def give_up(run, rows, t, message):
-    """Logs that the run has diverged at outer step t, for good. Raises FloatingPointError."""
+    """Notes in the log that the run diverged at outer step t. Raises FloatingPointError."""
     row = {"step": t, "val_loss": None, "diverged": message}
     checkpoint.write_log(run.config.out, [*rows, row])
     raise FloatingPointError(message)
@@ -825,7 +852,7 @@ def configure_all(argv):
 
 
 def in_order(runs):
-    """Runs in the order in which they are made: a run that is there twice, once.
+    """The runs in the order in which they are trained, each of them once.
 
     Runs of one folder are one run at several lengths. They follow one another, the shortest first,
     so that each finds what the one before it has trained.
@@ -841,7 +868,7 @@ def in_order(runs):
 
 
 def identity(run, corpus=None):
-    """What config.json says of a run: its flags but for the folder, and the hash of its text."""
+    """What config.json says of a run: its flags, with None for the folder, and its text's hash."""
     values = run.values | {"out": None}
     if corpus:
         values["corpus"] = corpus.meta["sha256"]
@@ -851,7 +878,7 @@ def identity(run, corpus=None):
 def defaults_of(run):
     """{flag: the value that counts for it where a saved run is older than the flag}."""
     defaults = {}
-    for name, flag in fields_of_all(run.config.method).items():
+    for name, flag in valid_flags(run.config.method).items():
         defaults[name] = flag.default
         if flag.default is None and name not in run.given:
             # It was worked out from other flags. If those are equal there, so is this one.
@@ -881,79 +908,75 @@ def check_places(runs):
 
 
 def prepare_all(runs):
-    """The text of each run, tokenized as far as its warm-up reads; the rest follows when needed.
+    """The text of each run, tokenized as far as its warm-up reads. The rest follows while it runs.
 
-    The warm-up is found by the hash of what it reads. Raises ValueError if the text is missing,
-    damaged or too short.
+    That part must be there at first: a warm-up that an earlier run has made is found by its hash.
+    Raises ValueError if the text is missing, damaged or too short.
     """
-    prepare_text = cache(data.prepare)  # the runs of a grid may share it
-    later = max(run.batches * run.inner_tokens for run in runs)
-    makes = jax.process_index() == 0
+    prepare_once = cache(data.prepare)  # the runs of a grid may have one text
+    tokens_of_longest = max(run.batches * run.inner_tokens for run in runs)
 
     def prepare():
         corpora = []
         for run in runs:
-            context = run.network.context
-            need = run.warmup_batches * run.inner_tokens
-            place = (run.config.data, run.tokenizer, context)
-            corpora.append(prepare_text(*place, need, later=later, makes=makes))
+            corpus = prepare_once(
+                run.config.data,
+                run.tokenizer,
+                run.network.context,
+                need=run.warmup_batches * run.inner_tokens,
+                later=tokens_of_longest,
+                makes=jax.process_index() == 0,
+            )
+            corpora.append(corpus)
         return corpora
 
     return parallel.first(prepare, "data")
 
 
-def hold(run, corpus, stack):
-    """Holds the folder of a run until the stack closes.
-
-    Raises InUse, or ValueError if the folder has come to hold anything else.
-    """
-    stack.enter_context(checkpoint.alone(run.config.out))
-    check_folder(run, corpus)  # again: no other process can change it any more
-
-
 def execute(run, corpus, signals):
-    """Starts a run or resumes it. Returns the rows of its log at the end."""
+    """Starts or resumes a run whose folder is held. Returns the rows of its log at the end."""
 
-    def like():
+    def new_state():
         params = model.init(run.network, jax.random.key(0))
         return run.method.init(params, run.settings)
 
-    state, rows = checkpoint.resume(run.config.out, like, run.last_step)
+    state, rows = checkpoint.resume(run.config.out, new_state, run.last_step)
     begun = describe_begun(run, state, rows)
     state = parallel.put(run.mesh, state)
     parallel.wait()  # or another process would find the folder half made
     open_folder(run, corpus, state)
     choice.choose(run.network)
     with jax.set_mesh(run.mesh):
-        run, memory_needed = fit_memory(run, like)
-    whole_text = None if corpus.meta["later_files"] else corpus.train.tokens_in_windows()
+        run, memory_needed = fit_memory(run, new_state)
+    tokens_in_text = None if corpus.meta["later_files"] else corpus.train.tokens_in_windows()
     forms = choice.forms(run.network)
-    report.opening(run, forms, memory_needed, data.describe(corpus.meta), whole_text, begun)
+    report.opening(run, forms, memory_needed, data.describe(corpus.meta), tokens_in_text, begun)
     with jax.set_mesh(run.mesh), signals.deferred():
         rows = train(open_session(run, corpus, signals), state, rows)
     report.summary(run, rows)
     return rows
 
 
-def fit_memory(run, init):
+def fit_memory(run, new_state):
     """The run with the largest micro-batch that fits into a device, and the MiB that it needs.
 
-    init: makes the method's state. The run as it is, and None, if --micro-batch is given, if the
-    devices do not say how much memory they have, or if the method has no `lower`, which returns its
-    largest program before it is compiled.
+    new_state: makes the method's state; it is only traced. Returns the run as it is, and None, in
+    three cases: --micro-batch is given; the devices do not say how much memory they have; the
+    method has no `lower`, which returns its largest program before it is compiled.
     """
     has_lower = hasattr(run.method, "lower") and hasattr(run.settings, "micro_batch")
     if run.config.micro_batch or not has_lower:
         return run, None
-    # All processes must compile the same programs: those for the smallest device.
-    limit = -int(parallel.largest(-(memory.available() or 0)))
+    # All processes must compile the same programs: those for the smallest device. 0: not known.
+    available = memory.available() or 0
+    limit = -int(parallel.largest(-available))  # the smallest: minus the largest negative
     if limit == 0:
         return run, None
 
     shape = (run.config.inner_batch, run.network.context + 1)
     inner_batch = jax.ShapeDtypeStruct(shape, jnp.int32)
     tokens = parallel.shapes(run.mesh, inner_batch, parallel.rows)
-    state = parallel.shapes(run.mesh, jax.eval_shape(init))
+    state = parallel.shapes(run.mesh, jax.eval_shape(new_state))
 
     def lower(size):
         return run.method.lower(state, tokens, replace(run.settings, micro_batch=size))
@@ -966,7 +989,7 @@ def fit_memory(run, init):
 def describe_begun(run, state, rows):
     """What an earlier command has done of a run, in words."""
     if state is None:
-        return "resumes in its warm-up" if unfinished(run).exists() else "a new run"
+        return "resumes in its warm-up" if unfinished_warm_up(run).exists() else "a new run"
     if checkpoint.is_beyond(state, run.last_step):
         return f"has {state.t} steps already; these are its rows up to step {run.last_step}"
     if state.t == run.last_step or reached(run.config.target_loss, rows):
@@ -985,11 +1008,15 @@ def open_folder(run, corpus, state):
     checkpoint.open_folder(run.config.out, identity(run, corpus), renewed)
 
 
-def execute_one(run, corpus, signals):
-    """Executes a run. Returns the rows of its log, or "diverged". Raises BadInput."""
+def hold_and_execute(run, corpus, signals):
+    """Holds a run's folder and executes the run. Returns the rows of its log, or "diverged".
+
+    Raises InUse, or BadInput if the folder has come to hold anything else.
+    """
     with ExitStack() as stack:
         with blaming_input():
-            hold(run, corpus, stack)
+            stack.enter_context(checkpoint.alone(run.config.out))
+            check_folder(run, corpus)  # again: no other process can change it any more
         try:
             return execute(run, corpus, signals)
         except FloatingPointError as error:
@@ -1001,8 +1028,8 @@ def execute_all(runs, corpora, signals):
     """The runs of a grid one after another, and their table.
 
     Returns for each the rows of its log, or a word that says why it has none. A run whose folder is
-    in use is left to the process that works there. A failure of the machine ends one run only, as a
-    lack of memory does where the grid is over sizes.
+    in use is left to the process that works there. If the machine fails in one run, for example for
+    lack of memory, the others follow all the same.
     """
     results = []
     for number, (run, corpus) in enumerate(zip(runs, corpora, strict=True), 1):
@@ -1010,7 +1037,7 @@ def execute_all(runs, corpora, signals):
         # A process on a CPU can map only so many compiled programs.
         jax.clear_caches()
         try:
-            results.append(execute_one(run, corpus, signals))
+            results.append(hold_and_execute(run, corpus, signals))
         except checkpoint.InUse as error:
             say(f"train.py: {error}")
             results.append("in use")
@@ -1043,7 +1070,7 @@ def main(words):
         if len(runs) > 1:
             results = execute_all(runs, corpora, signals)
         else:
-            results = [execute_one(runs[0], corpora[0], signals)]
+            results = [hold_and_execute(runs[0], corpora[0], signals)]
             folder = runs[0].config.out
             if isinstance(results[0], list):
                 report.next_commands(folder, folder)

@@ -200,7 +200,7 @@ def test_a_group_is_equal_but_for_the_seed_and_for_what_changes_no_run(tmp_path)
 def test_a_run_that_is_older_than_a_flag_has_its_default(tmp_path):
     """The default of the field; runs that name it group with those that do not."""
     for method in train.METHODS:
-        fields = train.fields_of_all(method)
+        fields = train.valid_flags(method)
         names = [name for name in fields if name not in ("tokens", "steps", "method", "batch")]
         old = Run(tmp_path, method)
         path = Path(old.folder, "config.json")
@@ -215,7 +215,7 @@ def test_a_warm_up_that_was_a_fraction_of_the_tokens_is_a_number_of_tokens(tmp_p
     old = Run(tmp_path, warmup_fraction=0.05, tokens=32768)
     new = Run(tmp_path, seed=1, warmup_tokens=1638)
     table = read(old, new)
-    assert table.group.nunique() == 1 or "warmup_fraction" in train.fields_of_all("gn")
+    assert table.group.nunique() == 1 or "warmup_fraction" in train.valid_flags("gn")
     assert set(table.warmup_tokens) == {1638}
 
 

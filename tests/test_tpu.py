@@ -69,7 +69,7 @@ def test_what_methods_share_can_be_lowered_for_a_tpu():
     """The line search, the evaluation, and the draw of sample.py."""
     config = gn.Config(NETWORK, 2, 3)
     search = lowered(line_search.loss_at, PARAMS, PARAMS, jnp.ones(()), TOKENS, config)
-    loss = lowered(train.loss, NETWORK, PARAMS, TOKENS)
+    loss = lowered(train.mean_loss, NETWORK, PARAMS, TOKENS)
     window = TOKENS[:1, :-1]
     draw = lowered(sample.draw, NETWORK, PARAMS, window, 3, jax.random.key(0))
     for program in (search, loss, draw):

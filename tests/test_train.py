@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -110,7 +111,7 @@ def test_evaluation_is_the_mean_over_held_out_windows(here):
     windows = data.batch([corpus.val], 16, 38, 0, 0)
 
     def loss(params):
-        return train.loss(config.network, params, windows)
+        return train.mean_loss(config.network, params, windows)
 
     np.testing.assert_allclose(rows("r")[3]["val_loss"], loss(state.average), rtol=1e-5)
     assert abs(loss(state.params) - rows("r")[3]["val_loss"]) > 1e-4
@@ -528,6 +529,7 @@ def test_what_is_saved_as_config_is_what_is_run(here):
     assert value("average", "--method", "gn") == 0
     assert value("average", "--method", "gn_prox") == 0.99
     assert value("average", "--method", "gn_prox", "--line-search", "5") == 0
+    assert value("average", "--method", "gn_prox", "--alphas", "1 0.5") == 0
     muon = ["--method", "muon"]
     assert value("average", *muon) == 0.4 and value("warmup_steps", *muon) == 6
     assert value("average", *muon, "--schedule", "cosine") == 0
@@ -591,7 +593,11 @@ def test_depends_on_length_is_what_the_learning_rate_does(gn_schedule, schedule,
 
 def test_a_method_that_does_not_say_whether_it_depends_on_its_length_does():
     """As one that a user has added."""
-    assert train.find_tie(object()) == "the method's Config has no depends_on_length"
+    nothing_said = "the method's Config has no depends_on_length"
+    assert train.find_tie(object()) == nothing_said
+    assert train.find_tie(SimpleNamespace(warmup=0.1, schedule="x")) == nothing_said
+    assert train.find_tie(SimpleNamespace(depends_on_length=True)) == "the method's Config says so"
+    assert train.find_tie(SimpleNamespace(depends_on_length=False)) is None
 
 
 def test_the_warm_up_depends_on_the_network_and_the_inner_batch_only():
@@ -733,7 +739,9 @@ def test_the_paper_sizes():
         ("--model tiny", 256),
         ("--model 5m", 2048),
         ("--model 45m", 32_000),
-        ("--model 5m --tokenizer gpt2", 0),
+        ("--model 5m --tokenizer gpt2", 2048),
+        ("--model 5m --tokenizer bytes", 0),
+        ("--model tiny --tokenizer gpt2", 0),
         ("--model 5m --tokenizer gpt2 --vocab-size 4096", 4096),
         ("--model 5m --vocab-size 0", 0),
     ],

@@ -60,7 +60,7 @@ def test_help_shows_the_defaults_of_the_method_and_the_model_that_it_is_given(ca
 
 def test_words_that_other_programs_know_lead_to_ours():
     """Each is answered with a flag that there is."""
-    known = [flags.flag_of(name) for name in train.fields_of_all("gn")]
+    known = [flags.flag_of(name) for name in train.valid_flags("gn")]
     for word, meant in train.MEANT.items():
         assert meant.split()[0] in known, word
 

@@ -170,7 +170,7 @@ JUNK += ["..", "~", "*", "\u0663", "0x10", "1_0", "+5", "-0"]
 def test_any_value_of_any_flag(draw):
     """A run, or a refusal in one line."""
     method = draw.draw(st.sampled_from(list(train.METHODS)))
-    names = list(train.fields_of_all(method))
+    names = list(train.valid_flags(method))
     value = st.sampled_from(JUNK) | st.text(max_size=20)
     drawn = draw.draw(
         st.lists(st.tuples(st.sampled_from(names), value, st.booleans()), min_size=1, max_size=2)
