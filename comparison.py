@@ -9,13 +9,13 @@
 
 A run with --target-loss answers the second kind of question, any other run the first. The tokens
 of a run are those of its outer steps as planned, `steps` times `batch`, without the warm-up and the
-line search. Where `steps` follows from --tokens, they are --tokens: a run of 25 batches of 120m
-and one of 75 batches of 40m both have 3b, although batches are rounded.
+line search. Where --tokens was given in place of --steps, they are just that number. So a run of
+25 batches of 120m and one of 75 batches of 40m both have 3b, although batches are rounded.
 
 The best setting of a method and batch is found within one comparison. With a target loss, it is the
 group that takes the fewest steps to it, a mean over seeds; of equals the one that reads the fewest
 tokens, then the one with the smallest last loss. Without a target it is the group with the smallest
-mean final loss. These come after all others, the last first:
+mean final loss. Three kinds of groups come after all others. From the very last upwards, they are:
 
 - groups with a run that diverged;
 - groups whose runs are all unfinished (of other groups, unfinished runs do not count);
@@ -28,7 +28,6 @@ length, it is a setting like others.
 import itertools
 import json
 import re
-import sys
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -39,6 +38,7 @@ import pandas as pd
 import baselines
 import gn
 from runtime import checkpoint, files, packed
+from runtime.command import say
 from train import METHODS, valid_flags
 
 # The columns of a log that are read.
@@ -47,8 +47,7 @@ NETWORK = ["model", "vocab_size", "context", "d_model", "d_ff", "n_layers", "n_h
 NETWORK += ["mlp", "qk_norm"]
 TASK = [*NETWORK, "tokenizer", "held_out", "eval_tokens"]  # or losses cannot be compared
 # Flags that are no part of a setting. The text of a run is there as its hash, "data".
-UNCOUNTED = ["out", "tokens", "eval_every", "save_every", "micro_batch"]
-UNCOUNTED += ["warmup_fraction", "corpus"]
+UNCOUNTED = ["out", "tokens", "eval_every", "save_every", "micro_batch", "corpus"]
 USUAL_SHARE = 0.75  # the share of settings that must have a value to make it usual
 SCHEDULES = {*gn.SCHEDULES, *baselines.SCHEDULES}
 
@@ -77,10 +76,10 @@ def read_runs(paths):
         except files.UNREADABLE as error:
             unreadable.append(f"{place} ({describe(error)})")
             continue
-        which = rows[0]["run"]
-        if which in logs:
-            repeated.append(logs[which][0]["folder"])
-        logs[which] = rows
+        run_hash = rows[0]["run"]
+        if run_hash in logs:
+            repeated.append(logs[run_hash][0]["folder"])
+        logs[run_hash] = rows
 
     say_left_out(rowless, "run has no row yet", "runs have no row yet")
     say_left_out(unreadable, "run cannot be read", "runs cannot be read")
@@ -145,7 +144,7 @@ def say_left_out(names, one, several):
     named = ", ".join(names[:10])
     if len(names) > 10:
         named += f" and {len(names) - 10} more"
-    print(f"{len(names)} {why}: {named}", file=sys.stderr)
+    say(f"{len(names)} {why}: {named}")
 
 
 # ---- one run -------------------------------------------------------------------------------------
@@ -170,9 +169,10 @@ def read_run(run, place):
     text            the name of the text
     held_out        the hash of the text that evaluations read
     setting         the flags that make a setting, a dict
-    task            a text that is equal for runs whose losses can be compared
-    group           a text that is equal for runs that differ only in their seed
-    run             a text that is equal for runs that do not differ
+    task            a hash, equal for runs whose losses can be compared
+    group           a hash, equal for runs that differ only in their seed
+    run             a hash, equal for runs that do not differ
+    target_loss     0 for a run without one
     device          that the run was made on, such as "gpu: NVIDIA H200"
     folder          of the run, or its place in a file with packed runs
 
@@ -205,14 +205,10 @@ def fill_in(config):
     if run["steps"] is not None:
         run["steps"] = check_count("steps", run["steps"])
     for name in ("lr", "warmup", "inner_warmup", "warmup_steps", "target_loss"):
-        run[name] = check_number(name, run.get(name) or 0)
+        run[name] = check_number(name, run.get(name) or 0)  # 0: it has none, such as no target
     run["seed"] = int(run["seed"])
     if run.get("schedule") not in SCHEDULES:
         run["schedule"] = None  # of a method of one's own
-
-    # The warm-up used to be a fraction of the tokens.
-    if "warmup_fraction" in config:
-        run["warmup_tokens"] = round(config["warmup_fraction"] * config["tokens"])
     return run
 
 
@@ -496,11 +492,13 @@ def measure_cost(comparison, group):
     device = rows.device.iloc[0]
     rows = rows[np.isfinite(rows.val_loss)]  # the last row of a run that diverged counts nothing
     changes = rows.groupby("run")[["step", "tokens", "tokens_line_search"]].diff()
-    is_warm = rows.step - changes.step >= 1
     total = changes.sum(min_count=1)
+    row_before = rows.step - changes.step  # the step of it
+    warm = rows[row_before >= 1]  # the first step of a run is not among the steps of such a row
+    steps = changes.step[warm.index]
     return {
-        "seconds": (rows.seconds / changes.step)[is_warm].median(),
-        "joules": (rows.joules / changes.step)[is_warm].median(),
+        "seconds": (warm.seconds / steps).median(),
+        "joules": (warm.joules / steps).median(),
         "tokens": total.tokens / total.step,
         "of_line_search": total.tokens_line_search / total.tokens,
         "device": device,

@@ -233,6 +233,14 @@ def lower(state, tokens, config, value_and_grad=value_and_grad):
     return inner_step.lower(state, tokens, config, value_and_grad)
 
 
+def inner_loop(state, batches, config, watch, value_and_grad=value_and_grad):
+    """The State after all inner steps of an outer step; the arguments are those of `update`."""
+    for k in range(int(state.k), config.loop_steps):  # a stopped run resumes inside the loop
+        state = inner_step(state, batches(k % config.inner_steps), config, value_and_grad)
+        watch(state)
+    return state
+
+
 @parallel.jit
 def move(state, alpha, config):
     """The State at the start of the next outer step, at θ_{t+1} = θ_t + α (θ - θ_t).
@@ -273,11 +281,7 @@ def update(state, batches, fresh, config, watch=lambda state: None, value_and_gr
         alpha (0: refused), loss_at_1, ..: see line_search.py; only if line_search > 0
     An update deletes the state it is given. To keep one, copy it: jax.tree.map(jnp.copy, state).
     """
-    N = config.inner_steps
-    for k in range(int(state.k), config.loop_steps):  # a stopped run resumes inside the loop
-        state = inner_step(state, batches(k % N), config, value_and_grad)
-        watch(state)
-
+    state = inner_loop(state, batches, config, watch, value_and_grad)
     metrics = {
         "train_loss": jnp.mean(state.losses),
         "inner_loss": jnp.mean(state.inner_losses),

@@ -28,12 +28,14 @@ tells which of them can be compared and which setting is the best. Which runs ar
 - Runs that differ only in their seed are a group. A curve is the mean over a group, and its band
   reaches from the smallest value to the largest. Steps that a run of the group lacks are left out.
 - A group with a run that diverged is never shown.
-- Of each method and batch, the best group is shown, but for `settings`, which shows all.
+- Of each method and batch, the best group is shown. Figures such as `settings_gn` show the best 14
+  groups of one method, at the batch that has most of them.
 - Where batch is not an axis, one batch is shown: the largest of those that most methods have.
   A method without runs at that batch is shown at its own largest batch, which its label names.
 """
 
 import itertools
+import math
 import sys
 from functools import partial
 from pathlib import Path
@@ -176,7 +178,7 @@ def draw_losses(ax, table, x, target=None):
             label += f",\n{format_number(steps[method])} {unit}"
         at_step = rows.groupby("step")
         curve = at_step.val_loss.agg(STATISTICS)
-        curve.index = at_step[x].mean()  # with a race, each seed reads another number of tokens
+        curve.index = at_step[x].mean()  # line searches may read fewer tokens at one seed
         draw_curve(ax, method, curve, label=label)
 
     ax.set(xlabel=XLABELS[x], ylabel="validation loss (nats per token)")
@@ -208,7 +210,7 @@ def draw_settings(ax, table, labels, target=None):
 
 
 def make_looks():
-    """Any number of looks for curves of one method, each different."""
+    """Looks for curves of one method; the first of them all differ."""
     for turn in itertools.count():
         for place, look in enumerate(CYCLE):
             other = (place + turn) % len(LINES)
@@ -238,11 +240,9 @@ def draw_steps_to_target(ax, table, target):
     """Outer steps to the target loss against batch, and what optimal scaling would make of them.
 
     Scaling is optimal where twice the batch takes half the steps. The dotted line shows it from
-    the group that came to the target with the fewest tokens. Raises ValueError if none did.
+    the group that came to the target with the fewest tokens. There must be one.
     """
     steps = find_steps_to_target(table, target)
-    if steps.empty:
-        raise ValueError(f"no run takes a step to come to the target loss {target}")
     draw_against_batch(ax, steps)
     ax.set(ylabel=f"outer steps to loss {target:.4g}", yscale="log")
 
@@ -269,9 +269,8 @@ def compute_schedule(run):
         warmup_steps=run.warmup_steps,
         inner_warmup=run.inner_warmup,
     )
-    inner_step = np.arange(settings.outer_steps * settings.loop_steps)
-    if len(inner_step) > MOST_POINTS:
-        inner_step = inner_step[:: len(inner_step) // MOST_POINTS]
+    count = settings.outer_steps * settings.loop_steps
+    inner_step = np.arange(0, count, math.ceil(count / MOST_POINTS))
     t, k = np.divmod(inner_step, settings.loop_steps)
     if run.has_inner_loop:
         rate = gn.learning_rate(t, k, settings)
@@ -283,7 +282,8 @@ def compute_schedule(run):
 def draw_rate(ax, method, rate, **look):
     """Draws learning rates, a Series by outer step."""
     curve = pd.DataFrame(dict.fromkeys(STATISTICS, rate))
-    draw_curve(ax, method, curve, **look | {"marker": ""})
+    look["marker"] = ""
+    draw_curve(ax, method, curve, **look)
 
 
 def draw_schedules(ax, runs):
@@ -324,7 +324,7 @@ def draw_step_sizes(ax, rows):
         ax.plot(accepted.step, accepted.alpha, **look, label=METHODS[method].title)
     if len(refused):
         look["marker"] = "x"
-        ax.plot(refused.step, refused.alpha + bottom, **look, label="refused")
+        ax.plot(refused.step, np.full(len(refused), bottom), **look, label="refused")
     ax.set_yscale("log", base=2)
     ax.set(xlabel="outer steps", ylabel="step size α", ylim=(0.8 * bottom, 1.2))
 
@@ -562,16 +562,21 @@ def draw(at_tokens, to_targets):
 
     at_tokens: a Comparison at fixed tokens, or None; to_targets: a list of Comparisons to a target.
     """
+    comparisons = [*to_targets]
+    if at_tokens is not None:
+        comparisons.insert(0, at_tokens)
+
     plans = {}
-    best = {}
-    for asked in [*([at_tokens] if at_tokens else []), *to_targets]:
+    best = {}  # {target: the rows of the best groups}; the target of at_tokens is None
+    for asked in comparisons:
         rows = comparison.keep_best(asked)
         if len(rows):
             best[asked.target] = rows
             plans |= plan_comparison(asked, rows)
     if best:
         plans["schedules"] = plan_schedules(pd.concat(map(keep_one_batch, best.values())))
-    plans["batch"] = plan_batches(best.pop(None, None), best)
+    best_to_targets = {target: rows for target, rows in best.items() if target is not None}
+    plans["batch"] = plan_batches(best.get(None), best_to_targets)
     return {name: draw_figure(panels) for name, panels in plans.items() if panels}
 
 
@@ -596,7 +601,7 @@ def parse(argv):
     return options
 
 
-def describe_choice(table, at_tokens, chosen, target):
+def say_not_drawn(table, at_tokens, chosen, target):
     """Says on standard error which runs of a task the figures do not show, and why."""
     if len(at_tokens) > 1:
         others = [format_count(asked.tokens) for asked in at_tokens if asked is not chosen]
@@ -617,13 +622,13 @@ def draw_task(name, table, target, folder):
     at_tokens = comparison.compare_at_tokens(table)
     to_targets = comparison.compare_to_targets(table, target)
     chosen = comparison.choose_tokens(at_tokens)
-    describe_choice(table, at_tokens, chosen, target)
-    tables = write_tables(name, tabulate([*to_targets, *at_tokens]))
+    say_not_drawn(table, at_tokens, chosen, target)
+    tables = format_page(name, tabulate([*to_targets, *at_tokens]))
     print(tables)
     save(draw(chosen, to_targets), tables, folder)
 
 
-def write_tables(name, tables):
+def format_page(name, tables):
     """The tables of a task, a list of (title, table), as a page."""
     parts = [f"# {name}\n"]
     for title, table in tables:
@@ -701,7 +706,7 @@ def main(words):
     with blaming_input():
         options = parse(words)
         files.check_writable(options.out)  # now, not when all is drawn
-        jax.config.update("jax_platforms", "cpu")  # a run may have the others
+        jax.config.update("jax_platforms", "cpu")  # the GPUs may be busy with a run
         table = comparison.read_runs(options.runs)
     if table.empty:
         say("plot.py: there is nothing to draw yet")

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import gn
 import gn_prox
 import train
-from gn import init, lower  # noqa: F401  the same State
+from gn import init, lower  # noqa: F401  both are as there
 from line_search import between
 from runtime import flags, parallel
 from runtime.command import blaming_input, command
@@ -42,24 +42,24 @@ class Config(gn.Config):
     def check(self):
         super().check()
         if not self.line_search:
-            where = "the stand-ins are measured on the tokens of the line search"
-            raise ValueError(f"{where}; line_search is 0")
+            why = "the stand-ins are measured on the tokens of the line search"
+            raise ValueError(f"{why}; line_search is 0")
 
 
 @parallel.jit
-def losses_at(theta0, theta, tokens, config):
-    """L2, L1 and L at the weights theta, means in nats per token.
+def losses_at(theta0, point, tokens, config):
+    """L2, L1 and L at a point, means in nats per token.
 
-    theta0: θ_t; theta: between θ_t and θ; tokens: int32 [B, T+1].
+    theta0: θ_t; point: weights between θ_t and θ; tokens: int32 [B, T+1].
     """
 
-    def losses(theta0, theta, tokens):
-        delta = jax.tree.map(jnp.subtract, theta, theta0)
+    def losses(theta0, point, tokens):
+        delta = jax.tree.map(jnp.subtract, point, theta0)
         _, L2, _ = gn.value_and_grad(theta0, delta, tokens, config)
         _, L1, _ = gn_prox.value_and_grad(theta0, delta, tokens, config)
-        return L2, L1, config.model.loss(config.network, theta, tokens)
+        return L2, L1, config.model.loss(config.network, point, tokens)
 
-    return parallel.mean(losses, config.micro_batch)(theta0, theta, tokens)
+    return parallel.mean(losses, config.micro_batch)(theta0, point, tokens)
 
 
 def measure(theta0, theta, fresh, config):
@@ -80,12 +80,10 @@ def measure(theta0, theta, fresh, config):
 
 def update(state, batches, fresh, config, watch=lambda state: None):
     """One outer step of gn.py, with the numbers of `measure` among its metrics."""
-    # The inner loop is here, because gn.update ends with the move, after which θ_t is gone.
-    for k in range(int(state.k), config.loop_steps):
-        state = gn.inner_step(state, batches(k % config.inner_steps), config)
-        watch(state)
+    state = gn.inner_loop(state, batches, config, watch)
     measured = measure(state.params, state.theta, fresh, config)
-    state, metrics = gn.update(state, batches, fresh, config, watch)  # what is left: search, move
+    # The inner loop is done, so gn.update only searches and moves. After the move, θ_t is gone.
+    state, metrics = gn.update(state, batches, fresh, config, watch)
     return state, metrics | measured
 
 
@@ -93,7 +91,7 @@ def update(state, batches, fresh, config, watch=lambda state: None):
 def main(words):
     """Runs the command line of train.py, with this file in the place of gn.py."""
     with blaming_input():
-        flags.peek(words, "method", "gn", valid=["gn"])
+        flags.peek(words, "method", "gn", valid=["gn"])  # raises ValueError for another
     plain = train.METHODS["gn"]
     train.METHODS["gn"] = plain._replace(module=sys.modules[__name__], Config=Config)
     try:

@@ -10,8 +10,8 @@
 
 A setting is named by the flags in which the runs of its method differ; "-" if there are none. A
 value that most settings of a method have is not named in the lines, but once, in a sentence below
-the table. The loss of a setting is the mean over seeds. What is the same in all lines of a table is
-in its title or nowhere.
+the table. The loss of a setting is the mean over seeds. The batch is in the title if all lines have
+one. Columns that say nothing are left out.
 comparison.py tells which runs are compared, and which setting of a method and batch is the best.
 """
 
@@ -76,7 +76,7 @@ def tabulate_best(best, comparison, rivals, usual):
         if usual[group.method]:
             parts.append(f"{group.title} has {describe_flags(usual[group.method])}")
     title, table = title_table(f"{asked} {describe_question(comparison)}", lines)
-    return title, table + say_usual(parts)
+    return title, table + describe_usual(parts)
 
 
 def tabulate_costs(best, comparison):
@@ -110,7 +110,7 @@ def tabulate_settings(groups, comparison, usual):
     parts = []
     if usual[name]:
         parts = [describe_flags(usual[name])]
-    return title, table + say_usual(parts)
+    return title, table + describe_usual(parts)
 
 
 def describe_flags(values):
@@ -118,7 +118,7 @@ def describe_flags(values):
     return ", ".join(describe_flag(name, value) for name, value in values.items())
 
 
-def say_usual(parts):
+def describe_usual(parts):
     """The sentence on usual values below a table; none if it has no parts."""
     return f"\n{USUAL} {'; '.join(parts)}.\n" if parts else ""
 
@@ -159,13 +159,13 @@ def divide_steps(group, reference):
     if reference is None or not group.reached:
         return np.nan
     steps = dict(zip(group.seeds, group.steps_of_runs, strict=True))
-    its_steps = dict(zip(reference.seeds, reference.steps_of_runs, strict=True))
-    seeds = steps.keys() & its_steps.keys()
+    of_reference = dict(zip(reference.seeds, reference.steps_of_runs, strict=True))
+    seeds = steps.keys() & of_reference.keys()
     if not seeds:
         return np.nan
     total = sum(steps[seed] for seed in seeds)
-    its_total = sum(its_steps[seed] for seed in seeds)
-    return total / its_total
+    total_of_reference = sum(of_reference[seed] for seed in seeds)
+    return total / total_of_reference
 
 
 # ---- cells ---------------------------------------------------------------------------------------
@@ -231,9 +231,9 @@ def describe_steps(group):
 
 def format_number(number):
     """A number with up to two decimals; "-" for one that is missing."""
-    if number != number:
+    if np.isnan(number):
         return NOTHING
-    return f"{number:.2f}".removesuffix("0").removesuffix("0").removesuffix(".")
+    return f"{number:.2f}".rstrip("0").rstrip(".")
 
 
 def format_count(number, position=None):
@@ -241,7 +241,7 @@ def format_count(number, position=None):
 
     A count that is missing is "-". position: unused; matplotlib gives it to whatever writes ticks.
     """
-    if number != number:
+    if np.isnan(number):
         return NOTHING
     if 0 < number < 1:
         return f"1/{1 / number:.3g}"
@@ -253,12 +253,12 @@ def format_count(number, position=None):
 
 def format_digits(number):
     """A number with three digits; "-" for one that is missing."""
-    return NOTHING if number != number else f"{number:.3g}"
+    return NOTHING if np.isnan(number) else f"{number:.3g}"
 
 
 def format_share(number):
     """A share in percent; "-" for one that is missing."""
-    return NOTHING if number != number else f"{100 * number:.0f}%"
+    return NOTHING if np.isnan(number) else f"{100 * number:.0f}%"
 
 
 # ---- Markdown ------------------------------------------------------------------------------------

@@ -211,14 +211,6 @@ def test_a_run_that_is_older_than_a_flag_has_its_default(tmp_path):
         assert read(old, new).group.nunique() == 1
 
 
-def test_a_warm_up_that_was_a_fraction_of_the_tokens_is_a_number_of_tokens(tmp_path):
-    old = Run(tmp_path, warmup_fraction=0.05, tokens=32768)
-    new = Run(tmp_path, seed=1, warmup_tokens=1638)
-    table = read(old, new)
-    assert table.group.nunique() == 1 or "warmup_fraction" in train.valid_flags("gn")
-    assert set(table.warmup_tokens) == {1638}
-
-
 def test_a_run_that_is_there_twice_counts_once(tmp_path, capsys):
     """As it stands in the later folder, and a line says so."""
     runs = [Run(tmp_path, seed=0), Run(tmp_path, seed=1), Run(tmp_path, seed=1).cut(5)]
