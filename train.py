@@ -132,7 +132,9 @@ MEANT = {
 # `model`, the module with the functions of the network, which keeps its default.
 DERIVED = ("model", "network", "inner_steps", "outer_steps", "inner_tokens", "micro_batch")
 
-NO_END = 2**31 - 1  # what a method is told of the steps of a run that ends at its target only
+# The largest int32. A run counts at most so many inner batches, and a run that ends at its target
+# only tells its method that it has so many outer steps.
+NO_END = 2**31 - 1
 
 PAPER = {
     "data": "c4",
@@ -218,7 +220,7 @@ class Run(NamedTuple):
         return self.config.warmup_tokens // self.inner_tokens
 
     @property
-    def step_batches(self):
+    def batches_per_step(self):
         """Inner batches that an outer step reads, line search included."""
         return self.settings.inner_steps + self.settings.fresh_batches
 
@@ -233,21 +235,21 @@ class Run(NamedTuple):
         return getattr(self.settings, "passes", 1)
 
     @property
-    def step_work(self):
+    def reads_per_step(self):
         """Inner batches that an outer step reads, each counted as often as it is read."""
         return self.passes * self.settings.inner_steps + self.settings.fresh_batches
 
     @property
     def last_step(self):
-        """The outer step before which the run ends in any case, below 2^31 inner batches."""
+        """Outer steps at most: --steps, or as many as 2^31 - 1 inner batches are enough for."""
         if self.config.steps is not None:
             return self.config.steps
-        return max(1, (NO_END - self.warmup_batches) // self.step_batches)
+        return max(1, (NO_END - self.warmup_batches) // self.batches_per_step)
 
     @property
-    def batches(self):
+    def total_batches(self):
         """Inner batches that the whole run reads at most."""
-        return self.warmup_batches + self.last_step * self.step_batches
+        return self.warmup_batches + self.last_step * self.batches_per_step
 
 
 # ---- the command line ----------------------------------------------------------------------------
@@ -367,9 +369,9 @@ def configure(argv, home=None):
         given={name: value for name, value in given.items() if name != "out"},
         tied_by=tied_by,
     )
-    if run.batches >= 2**31:
+    if run.total_batches > NO_END:
         required = "they must be below 2^31: raise --inner-batch"
-        raise ValueError(f"the run reads {run.batches} inner batches; {required}")
+        raise ValueError(f"the run reads {run.total_batches} inner batches; {required}")
     return run
 
 
@@ -512,7 +514,7 @@ def open_session(run, corpus, signals):
     return Session(
         run=run,
         corpus=corpus,
-        ahead=data.Ahead(read, run.batches, stop_if_asked),
+        ahead=data.Ahead(read, run.total_batches, stop_if_asked),
         progress=Progress(run.inner_tokens),
         signals=signals,
         saver=saver,
@@ -695,12 +697,12 @@ def log_row(session, state, t, val_loss, metrics):
     run, meta = session.run, session.corpus.meta
     # A method whose State has no `searched` reads all its fresh batches, if any, in every step.
     line_search_batches = int(getattr(state, "searched", t * run.settings.fresh_batches))
-    batches = run.warmup_batches + t * run.settings.inner_steps + line_search_batches
+    batches_read = run.warmup_batches + t * run.settings.inner_steps + line_search_batches
     bits = val_loss / math.log(2)  # per token
 
     row = dict.fromkeys(ROW) | metrics
     row["step"] = t
-    row["tokens"] = batches * run.inner_tokens
+    row["tokens"] = batches_read * run.inner_tokens
     row["tokens_line_search"] = line_search_batches * run.inner_tokens
     row["val_loss"] = val_loss
     row["val_bpb"] = bits * meta["val_tokens"] / meta["val_bytes"]
@@ -732,8 +734,8 @@ def train(session, state, rows):
         return rows
 
     t0 = int(state.t)
-    total = None if config.steps is None else config.steps * run.step_work
-    done = t0 * run.step_work + int(state.k)
+    total = None if config.steps is None else config.steps * run.reads_per_step
+    done = t0 * run.reads_per_step + int(state.k)
     with session.progress.bar(config.method, total, done):
         for t in range(t0, run.last_step + 1):  # the last round only records
             last = t == run.last_step
@@ -746,7 +748,7 @@ def train(session, state, rows):
                 break
             start = time.perf_counter()
             state, metrics = outer_step(session, state, t, metrics)
-            session.progress.reach((t + 1) * run.step_work)
+            session.progress.reach((t + 1) * run.reads_per_step)
             if t == t0 + 1:  # the second step, as the first one compiled, too
                 say_time_left(session, t, time.perf_counter() - start)
     return rows
@@ -818,10 +820,10 @@ def outer_step(session, state, t, before):
     """
     run = session.run
     start = Meters.read()
-    first = run.warmup_batches + t * run.step_batches
+    first = run.warmup_batches + t * run.batches_per_step
     batches = session.batches(first, "inner batches")
     fresh = session.batches(first + run.settings.inner_steps, "line search")
-    with session.progress.bar(f"step {t + 1}", run.step_work, int(state.k)):
+    with session.progress.bar(f"step {t + 1}", run.reads_per_step, int(state.k)):
         state, metrics = run.method.update(state, batches, fresh, run.settings, session.saver.watch)
         jax.block_until_ready(state)
     refused = int(metrics.get("alpha") == 0)
@@ -914,7 +916,7 @@ def prepare_all(runs):
     Raises ValueError if the text is missing, damaged or too short.
     """
     prepare_once = cache(data.prepare)  # the runs of a grid may have one text
-    tokens_of_longest = max(run.batches * run.inner_tokens for run in runs)
+    tokens_of_longest = max(run.total_batches * run.inner_tokens for run in runs)
 
     def prepare():
         corpora = []

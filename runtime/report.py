@@ -131,9 +131,9 @@ def describe_reading(run, whole_text):
     is_race = getattr(run.settings, "race", False)  # a method of your own may have none
     at_most = "at most " if fresh and is_race else ""
     if run.config.steps is None:
-        tokens = run.step_batches * run.inner_tokens
+        tokens = run.batches_per_step * run.inner_tokens
         return f"each step will read {at_most}{tokens:,} tokens, {fresh:,} of them for line search"
-    tokens = run.batches * run.inner_tokens
+    tokens = run.total_batches * run.inner_tokens
     line_search = run.config.steps * fresh
     read = f"it will read {at_most}{tokens:,} tokens, {line_search:,} of them for line search"
     if whole_text is None:

@@ -552,7 +552,7 @@ def test_steps_or_tokens_or_the_target_say_how_long_a_run_is():
     assert length("--steps", "7", *target) == (7, None)
     assert length(*target) == (None, None)
     endless = train.configure(["--model", "tiny", "--method", "muon", *target])
-    assert 2**31 - endless.step_batches <= endless.batches < 2**31
+    assert 2**31 - endless.batches_per_step <= endless.total_batches < 2**31
 
 
 @pytest.mark.parametrize(
