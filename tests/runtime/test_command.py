@@ -156,7 +156,8 @@ def test_without_docstrings_the_help_is_there():
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.count("usage: ") == ended.stdout.count("status 0") == 6
-    assert "outer steps; where neither this nor --target-loss is given" in " ".join(ended.stdout.split())
+    words = " ".join(ended.stdout.split())
+    assert "outer steps; where neither this nor --target-loss is given" in words
 
 
 def test_in_another_shell_a_run_is_the_same(with_run):
