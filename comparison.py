@@ -379,7 +379,8 @@ def summarize_groups(comparison):
     steps_to_target, tokens_to_target
                              means over runs of what `summarize_runs` tells; NaN if a run lacks it
     runs, seeds, steps_of_runs
-                             lists with an element for each run: run, seed, and steps_to_target
+                             lists with an element for each run, in the order of the seeds: run,
+                             seed, and steps_to_target
     """
     runs = summarize_runs(comparison).reset_index()
     has_finished = runs.groupby("group").finished.transform("any")
@@ -493,8 +494,8 @@ def measure_cost(comparison, group):
     rows = rows[np.isfinite(rows.val_loss)]  # the last row of a run that diverged counts nothing
     changes = rows.groupby("run")[["step", "tokens", "tokens_line_search"]].diff()
     total = changes.sum(min_count=1)
-    row_before = rows.step - changes.step  # the step of it
-    warm = rows[row_before >= 1]  # the first step of a run is not among the steps of such a row
+    step_before = rows.step - changes.step  # that of the row before
+    warm = rows[step_before >= 1]  # rows that do not tell of the first step of their run
     steps = changes.step[warm.index]
     return {
         "seconds": (warm.seconds / steps).median(),

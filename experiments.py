@@ -345,7 +345,7 @@ EXPERIMENTS["5m-batches"] = Experiment(
 
 # ---- 45m, with batches of 4m tokens --------------------------------------------------------------
 
-# The target is a little above what full Gauss-Newton reaches in 12 steps.
+# The target is a guess at what full Gauss-Newton reaches in 12 steps.
 EXPERIMENTS["45m-grids"] = Experiment(
     "With which setting does each method need the fewest steps of 4m tokens to a loss of 4.1?",
     "--model 45m --batch 4m --warmup-tokens 15m --target-loss 4.1 --dtype bfloat16",

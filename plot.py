@@ -210,7 +210,7 @@ def draw_settings(ax, table, labels, target=None):
 
 
 def make_looks():
-    """Looks for curves of one method; the first of them all differ."""
+    """Looks for the curves of one method, without end. They differ until all were there once."""
     for turn in itertools.count():
         for place, look in enumerate(CYCLE):
             other = (place + turn) % len(LINES)

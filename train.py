@@ -305,9 +305,10 @@ def parse(argv):
     shown = f"The defaults are those of --method {method} --model {preset}."
     about = f"{__doc__ or ''}\n{shown}"
     given = flags.parse(argv, groups, values, about, others, MEANT)
-    # A default that belongs to another one does not count where that one is given.
+    # The number of ids belongs to the model's own tokenizer; 0: as many as another has by itself.
     if given.get("tokenizer", values["tokenizer"]) != values["tokenizer"]:
-        values["vocab_size"] = 0  # as many ids as that tokenizer has by itself
+        values["vocab_size"] = 0
+    # The tuned warm-up and average belong to the tuned schedule and line search.
     if given.keys() & {"schedule", "line_search", "alphas"}:
         for name in tuned.keys() & {"warmup_steps", "average"}:
             values[name] = fields[name].default
@@ -635,7 +636,8 @@ def make_warm_up(session, params, key):
             batches = session.batches(step, "gradients")
             state, metrics = baselines.update(state, batches, None, settings, session.saver.watch)
     made = {"params": state.params, "loss": metrics["train_loss"]}
-    if not all(jnp.isfinite(array).all() for array in jax.tree.leaves(made)):
+    is_finite = [jnp.isfinite(array).all() for array in jax.tree.leaves(made)]
+    if not all(is_finite):
         checkpoint.remove(unfinished_warm_up(run))
         give_up(run, [], 0, "the warm-up diverged; try a smaller --warmup-lr")
     return made | {"code": code}
@@ -971,7 +973,8 @@ def fit_memory(run, new_state):
         return run, None
     # All processes must compile the same programs: those for the smallest device. 0: not known.
     available = memory.available() or 0
-    limit = -int(parallel.largest(-available))  # the smallest: minus the largest negative
+    # `parallel` has only `largest`: the smallest is minus the largest of the negatives.
+    limit = -int(parallel.largest(-available))
     if limit == 0:
         return run, None
 

@@ -41,6 +41,7 @@ class Signals:
         for number, handler in self.replaced.items():
             signal.signal(number, handler)
         was_heard = self.number == 0 or error is not None
+        # The handler from before is the method `receive` of the outer context, if there is one.
         outer = getattr(self.replaced.get(self.number), "__self__", None)
         if not was_heard and isinstance(outer, Signals):
             outer.receive(self.number, None)

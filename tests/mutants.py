@@ -681,7 +681,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("comparison.py", "steps are counted to the loss of the first seed", "rows.step[rows.val_loss <= goals[seed]].min()", "rows.step[rows.val_loss <= min(goals.values())].min()"),
     ("comparison.py", "the best baseline is the best of all methods", "        if is_baseline and group.finished and not group.diverged:\n", "        if group.finished and not group.diverged:\n"),
     ("comparison.py", "the worst baseline is the one to beat", "            rivals.setdefault(group.batch, group)\n", "            rivals[group.batch] = group\n"),
-    ("comparison.py", "the step that compiles counts as a cost", "    warm = rows[row_before >= 1]", "    warm = rows[rows.step > 0]"),
+    ("comparison.py", "the step that compiles counts as a cost", "    warm = rows[step_before >= 1]", "    warm = rows[rows.step > 0]"),
     ("comparison.py", "seconds of a row are those of one step", "(warm.seconds / steps)", "warm.seconds"),
     ("comparison.py", "the most usual value is never named", ">= USUAL_SHARE * len(texts)", ">= 0"),
     ("comparison.py", "labels name usual values too", "        unnamed = (usual or {}).get(method, {})\n", "        unnamed = {}\n"),

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -556,3 +557,13 @@ def test_runs_that_have_just_begun_are_drawn_without_steps_to_a_target(tmp_path)
     begun = [Run(tmp_path, batch=batch).cut(1) for batch in (4096, 8192)]
     assert len(draw(*begun)["batch"].axes) == 1
     assert len(draw(*begun, target=2.5)["batch"].axes) == 1
+
+
+@pytest.mark.parametrize("steps", [3, plot.MOST_POINTS, 2 * plot.MOST_POINTS - 1])
+def test_the_curve_of_a_schedule_has_so_many_points_at_most(steps):
+    """And a short run has one for each step."""
+    run = {"inner_steps": 1, "inner_epochs": 1, "outer_steps": steps, "has_inner_loop": False}
+    run |= {"schedule": "cosine", "warmup": 0.0, "warmup_steps": 0, "inner_warmup": 0.0}
+    rate = plot.compute_schedule(SimpleNamespace(**run))
+    assert min(steps, plot.MOST_POINTS) / 2 <= len(rate) <= plot.MOST_POINTS
+    assert steps > plot.MOST_POINTS or len(rate) == steps
