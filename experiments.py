@@ -345,18 +345,40 @@ EXPERIMENTS["5m-batches"] = Experiment(
 
 # ---- 45m, with batches of 4m tokens --------------------------------------------------------------
 
-# The target is a guess at what full Gauss-Newton reaches in 12 steps.
+FORTY_FIVE_M = "--model 45m --batch 4m --warmup-tokens 15m --target-loss 4.1 --dtype bfloat16"
+
+FORTY_FIVE_M_GN = "--method gn --line-search-tokens 500k"
+FORTY_FIVE_M_PROX = "--method gn_prox --average 0.99"
+FORTY_FIVE_M_LAYERWISE = "--method layerwise_gn --line-search-tokens 500k"
+FORTY_FIVE_M_SOAP = "--method soap --schedule constant --warmup-steps 5 --steps 90"
+FORTY_FIVE_M_MUON = "--method muon --schedule constant --warmup-steps 5 --average 0.4 --steps 120"
+
+# The target was a guess at what full Gauss-Newton reaches in 12 steps.
 EXPERIMENTS["45m-grids"] = Experiment(
     "With which setting does each method need the fewest steps of 4m tokens to a loss of 4.1?",
-    "--model 45m --batch 4m --warmup-tokens 15m --target-loss 4.1 --dtype bfloat16",
-    """
---method gn --line-search-tokens 500k --schedule 'global cosine' --steps 12 --lr 0.01,0.006
---method gn --line-search-tokens 500k --schedule 'constant+inner cosine' --steps 14 --lr 0.003,0.01
---method gn_prox --average 0.99 --steps 12 --lr 0.01,0.006
---method gn_prox --average 0.99 --steps 9 --lr 0.01
---method layerwise_gn --line-search-tokens 500k --schedule 'global cosine' --steps 12 --lr 0.01
---method soap --schedule constant --warmup-steps 5 --steps 90 --lr 0.003,0.005
---method muon --schedule constant --warmup-steps 5 --average 0.4 --steps 120 --lr 0.01,0.02
+    FORTY_FIVE_M,
+    f"""
+{FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.006,0.01
+{FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.01,0.015 --line-search 10
+{FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 10 --lr 0.01
+{FORTY_FIVE_M_GN} --schedule 'constant+inner cosine' --steps 14 --lr 0.003,0.01
+{FORTY_FIVE_M_PROX} --steps 12 --lr 0.006,0.01,0.015
+{FORTY_FIVE_M_PROX} --steps 9 --lr 0.01
+{FORTY_FIVE_M_LAYERWISE} --schedule 'global cosine' --steps 12 --lr 0.01,0.015
+{FORTY_FIVE_M_LAYERWISE} --schedule 'constant+inner cosine' --steps 14 --lr 0.006,0.01
+{FORTY_FIVE_M_SOAP} --lr 0.003,0.005,0.008
+--method soap --schedule constant --warmup-steps 2 --steps 90 --lr 0.005
+{FORTY_FIVE_M_MUON} --lr 0.01,0.02,0.03
+""",
+)
+
+EXPERIMENTS["45m"] = Experiment(
+    "How many steps of 4m tokens does each method need to a loss of 4.1, with other seeds?",
+    f"{FORTY_FIVE_M} --seed 1,2,3",
+    f"""
+{FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.01
+{FORTY_FIVE_M_PROX} --steps 12 --lr 0.01
+{FORTY_FIVE_M_SOAP} --lr 0.005
 """,
 )
 

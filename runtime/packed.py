@@ -3,7 +3,7 @@
     {"config": {..}, "about": {..}, "columns": {"step": [0, 1, ..], "val_loss": [2.37, 2.29, ..]}}
 
 config and about are what config.json of the run's folder holds. Of the text's path only the last
-part is kept. columns are the rows of its log.jsonl, with six digits of each number, but four of
+part is kept. columns are the rows of its log.jsonl, with six digits of each number, but three of
 those that are ROUGH. Each name stands there once, and not in every row, which halves the file. What
 a row lacks is null.
 """
@@ -16,8 +16,9 @@ from runtime import checkpoint, files
 
 START = b'{"config":'  # of each line
 
-# How the names of numbers begin of which fewer digits are kept: no more of them are ever shown.
-ROUGH = ("seconds", "input_wait", "joules", "norm_")
+# How the names of numbers begin of which fewer digits are kept. Of the first four, no more are ever
+# shown. The last two can be worked out: from the schedule, and from the loss.
+ROUGH = ("seconds", "input_wait", "joules", "norm_", "lr", "val_bpb")
 
 
 def is_packed(path):
@@ -116,7 +117,7 @@ def shorten(run):
     for row in run["rows"]:
         numbers = {}
         for name, value in row.items():
-            digits = 4 if name.startswith(ROUGH) else 6
+            digits = 3 if name.startswith(ROUGH) else 6
             if value is not None:
                 numbers[name] = shorten_number(value, digits)
         rows.append(numbers)
