@@ -254,8 +254,10 @@ EXPERIMENTS["5m-12m-grids"] = Experiment(
 {FIVE_M_PROX} --average 0.99 --steps 5 --lr 0.006 --b2 0.999,0.95
 {FIVE_M_PROX} --average 0.99 --steps 4 --lr 0.006,0.01
 {FIVE_M_LAYERWISE} --schedule 'constant+inner cosine' --steps 10 --lr 0.003,0.006,0.01
-{FIVE_M_SOAP} --steps 100 --lr 0.005,0.01
-{FIVE_M_MUON} --average 0.4 --steps 120 --lr 0.02,0.03
+{FIVE_M_SOAP} --steps 100 --lr 0.003,0.005,0.01
+{FIVE_M_MUON} --average 0.4 --steps 120 --lr 0.02,0.03,0.045
+--method soap --schedule cosine --warmup-steps 5 --steps 45 --lr 0.005
+--method muon --schedule cosine --warmup-steps 5 --steps 60 --lr 0.03
 """,
 )
 
@@ -368,6 +370,8 @@ EXPERIMENTS["45m-grids"] = Experiment(
 {FORTY_FIVE_M_LAYERWISE} --schedule 'constant+inner cosine' --steps 14 --lr 0.006,0.01
 {FORTY_FIVE_M_SOAP} --lr 0.003,0.005,0.008
 --method soap --schedule constant --warmup-steps 2 --steps 90 --lr 0.005
+--method soap --schedule cosine --warmup-steps 5 --steps 30 --lr 0.005,0.008
+--method muon --schedule cosine --warmup-steps 5 --steps 40 --lr 0.02
 {FORTY_FIVE_M_MUON} --lr 0.01,0.02,0.03
 """,
 )

@@ -8,6 +8,7 @@ those that are ROUGH. Each name stands there once, and not in every row, which h
 a row lacks is null.
 """
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -16,8 +17,8 @@ from runtime import checkpoint, files
 
 START = b'{"config":'  # of each line
 
-# How the names of numbers begin of which fewer digits are kept. Of the first four, no more are ever
-# shown. The last two can be worked out: from the schedule, and from the loss.
+# Numbers whose names begin so keep three digits. No more are ever shown of times, energies and
+# norms; lr follows from the schedule, and val_bpb from the loss.
 ROUGH = ("seconds", "input_wait", "joules", "norm_", "lr", "val_bpb")
 
 
@@ -63,13 +64,13 @@ def parse(line, place):
     """The run of a line. Raises ValueError if it is none."""
     try:
         saved = json.loads(line)
-        run = {"config": saved["config"], "about": saved["about"]}
+        config, about = saved["config"], saved["about"]
         rows = rows_of(saved["columns"])
+        if not (isinstance(config, dict) and isinstance(about, dict)):
+            raise TypeError("config and about must be dicts")
     except files.UNREADABLE:
         raise ValueError(f"{place} is no packed run") from None
-    if {type(part) for part in run.values()} != {dict}:
-        raise ValueError(f"{place} is no packed run")
-    return run | {"rows": rows}
+    return {"config": config, "about": about, "rows": rows}
 
 
 def rows_of(columns):
@@ -83,7 +84,7 @@ def rows_of(columns):
 
 def columns_of(rows):
     """The inverse of `rows_of`."""
-    names = dict.fromkeys(name for row in rows for name in row)
+    names = dict.fromkeys(itertools.chain.from_iterable(rows))  # in order, each once
     return {name: [row.get(name) for row in rows] for name in names}
 
 
@@ -95,7 +96,7 @@ def add(path, runs):
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with files.locked(f"{path}.lock"):
-        kept = read(path)
+        kept = [shorten(run) for run in read(path)]
         before = len(kept)
         for run in map(shorten, runs):
             if run not in kept:

@@ -54,7 +54,7 @@ def test_the_settings_at_45m_do_as_is_said():
 
     muon = [steps_of("muon", lr) for lr in (0.01, 0.02)]
     soap = [steps_of("soap", lr) for lr in (0.003, 0.005)]
-    assert f"{soap[0]} and {soap[1]} with SOAP, {muon[0]} and {muon[1]} with Muon" in words
+    assert f"{soap[0]}, then {soap[1]} with SOAP, and {muon[0]}, then {muon[1]} with Muon" in words
     flags = {"lr": 0.01, "schedule": "global cosine", "line_search": 5}
     gn = the_run_of(file, method="gn", **flags)["rows"]
     ratio = f"{muon[1] / gn[-1]['step']:.1f}"
@@ -78,7 +78,7 @@ def test_the_inner_loops_at_45m_go_as_far_as_is_said():
         quarters.append(next(i for i, alpha in enumerate(alphas) if alpha != 0.25))
         first.append(run["rows"][1]["loss_at_1"])
     assert {*quarters} == {5, 6}
-    assert "a quarter of the way in the first five or six steps of each run" in words
+    assert "In the first five or six steps of each run, the line search chooses 0.25" in words
     assert f"At the end of the first inner loop, at θ, the loss is {range_of(first)}." in words
 
     slow = the_run_of("results/45m-grids.jsonl", method="gn", lr=0.003)["rows"][1:]

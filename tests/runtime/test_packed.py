@@ -18,9 +18,17 @@ def test_a_line_holds_the_rows_of_a_log(rows):
     assert len({len(column) for column in packed.columns_of(rows).values()}) <= 1
 
 
-def test_a_packed_run_has_six_digits_of_a_loss_and_four_of_the_seconds():
+def test_a_packed_run_has_six_digits_of_a_loss_and_three_of_the_seconds():
     """What is whole keeps all of its digits, and a null goes."""
     row = {"tokens": 104_923_136, "val_loss": 3.21000498, "seconds": 13.814938, "alpha": None}
     packed_run = packed.shorten({"config": {}, "about": {}, "rows": [row]})
-    assert packed_run["rows"] == [{"tokens": 104_923_136, "val_loss": 3.21, "seconds": 13.81}]
+    assert packed_run["rows"] == [{"tokens": 104_923_136, "val_loss": 3.21, "seconds": 13.8}]
     assert packed.shorten(packed_run) == packed_run
+
+
+def test_a_run_of_a_file_that_has_more_digits_is_not_added_again(tmp_path):
+    run = {"config": {}, "about": {}, "rows": [{"step": 0, "seconds": 13.814938}]}
+    file = tmp_path / "old.jsonl"
+    file.write_text(packed.format_line(run), encoding="utf-8")
+    assert packed.add(file, [run]) == 0
+    assert packed.read(file) == [packed.shorten(run)]
