@@ -1,7 +1,10 @@
 """The baselines AdamW, Muon and SOAP: one step of an optimizer per batch (Section 5, Appendix H).
 
-A batch is read in `inner_steps` inner batches whose gradients are added up, so its size is not
-limited by memory. The update rules are in optimizers.py.
+    θ_{t+1} = θ_t + step(g),     g: the mean of ∇L(θ_t) over the N inner batches of a batch
+
+Gauss-Newton takes an inner step for each inner batch. Here their gradients are averaged for one
+step, so memory limits the size of an inner batch, and not that of a batch. The rules, which make
+the step, are in optimizers.py.
 """
 
 from dataclasses import dataclass
@@ -34,7 +37,7 @@ class Config:
     """What every baseline has. The first four fields are filled in by train.py."""
 
     network: model.Config
-    inner_steps: int  # inner batches in a batch, N
+    inner_steps: int  # inner batches in a batch, N; named as in gn.py
     outer_steps: int  # optimizer steps of the run
     micro_batch: int = 0  # sequences that a device computes on at once, at most; 0 = all
     # peak learning rate, per update (Appendix H: AdamW 0.001 to 0.03, Muon and SOAP 0.01 to 0.3)
@@ -45,7 +48,7 @@ class Config:
     weight_decay: float = 0.0  # decay of every matrix, times lr, per update (App. H: 0 to 0.1)
     # decay τ of the weight average, per update, evaluated in place of θ (Appendix H: 0.3 to 0.99)
     average: float = 0.0
-    # largest gradient norm (of Muon: of embedding and head, and of all else); 0 = any
+    # largest gradient norm; with Muon, of embedding and head, and of all else; 0 = no limit
     clip: float = 1.0
 
     fresh_batches = 0  # inner batches that a line search reads: there is none
@@ -61,9 +64,8 @@ class Config:
         check_choice(self, "schedule", SCHEDULES)
         check_range(self, ["lr"], above=0)
         check_range(self, ["weight_decay", "clip"], least=0)
-        check_range(self, ["warmup", "average", "b1", "b2", "momentum"], least=0, below=1)
+        check_range(self, ["warmup", "average"], least=0, below=1)
         check_range(self, ["warmup_steps"], least=0, below=2**31)
-        check_range(self, ["frequency", "largest"], least=1, below=2**31)
 
 
 @traced
@@ -78,6 +80,10 @@ class AdamW(Config):
     def optimizer(self, lr):
         return optimizers.adamw(lr, self.b1, self.b2, self.weight_decay, self.clip)
 
+    def check(self):
+        super().check()
+        check_range(self, ["b1", "b2"], least=0, below=1)
+
 
 @traced
 @dataclass(frozen=True)
@@ -90,6 +96,10 @@ class Muon(Config):
     def optimizer(self, lr):
         dtype = self.network.dtype
         return optimizers.muon(lr, self.momentum, self.weight_decay, self.clip, dtype, b2=0.95)
+
+    def check(self):
+        super().check()
+        check_range(self, ["momentum"], least=0, below=1)
 
 
 @traced
@@ -104,9 +114,14 @@ class SOAP(Config):
     largest: int = 10_000  # a side of a matrix that is longer than this is not rotated
 
     def optimizer(self, lr):
-        betas = (self.b1, self.b2)
-        rest = (self.weight_decay, self.clip, self.frequency, self.largest)
-        return optimizers.soap(lr, *betas, *rest)
+        return optimizers.soap(
+            lr, self.b1, self.b2, self.weight_decay, self.clip, self.frequency, self.largest
+        )
+
+    def check(self):
+        super().check()
+        check_range(self, ["b1", "b2"], least=0, below=1)
+        check_range(self, ["frequency", "largest"], least=1, below=2**31)
 
 
 class State(NamedTuple):
@@ -122,7 +137,7 @@ class State(NamedTuple):
 
 
 def init(params, config):
-    """State at the first step, from parameters params; no two of its arrays share memory."""
+    """State at the first step, from copies of the parameters, as `accumulate` overwrites it."""
     average = jax.tree.map(jnp.copy, params) if config.average else None
     opt = config.optimizer(0.0).init(params)
     t, k = jnp.zeros((2,), jnp.int32)
@@ -145,7 +160,7 @@ def value_and_grad(params, tokens, network):
     """
     x, y = model.inputs_and_labels(tokens)
     h, pull = jax.vjp(lambda params: model.hidden(network, params, x), params)
-    w = rounded(network, params["head"])
+    w = rounded(network, params["head"])  # once, not for each chunk of tokens
 
     def across(h, y):
         loss, g = loss_and_gradient(network, model.head(network, h, w), y)
@@ -154,7 +169,7 @@ def value_and_grad(params, tokens, network):
 
     h_bar, (loss, head_grad) = model.over_tokens(network, across, h, y)
     (grad,) = pull(h_bar)
-    grad = grad | head_grad
+    grad = grad | head_grad  # replaces the head's zeros, as `hidden` does not read the head
     return jax.tree.map(lambda total: total / y.size, (loss, grad))
 
 
@@ -175,8 +190,11 @@ def lower(state, tokens, config):
 
 def learning_rate(t, config):
     """Learning rate of optimizer step t: a linear rise, then as the schedule says."""
-    steps = float(config.warmup_steps) or config.warmup * config.outer_steps
-    start = jnp.minimum(steps / config.outer_steps, 0.999)  # of the fall, which may never come
+    steps = config.warmup * config.outer_steps
+    if config.warmup_steps:
+        steps = float(config.warmup_steps)
+    # The fall starts after the warm-up. If that fills the run, 0.999 avoids a division by zero.
+    start = jnp.minimum(steps / config.outer_steps, 0.999)
     run = progress(t / config.outer_steps, start)
     fall = SCHEDULES[config.schedule](run)
     return config.lr * rise(t, steps) * fall
@@ -190,8 +208,15 @@ def finish(state, config):
     step, opt = optimizer.update(grad, state.opt, state.params)
     params = optax.apply_updates(state.params, step)
     average = optimizers.update_average(state.average, params, config.average)
-    k, loss, grad = jax.tree.map(jnp.zeros_like, state[-3:])
-    return State(params, average, opt, state.t + 1, k, loss, grad)
+    return State(
+        params=params,
+        average=average,
+        opt=opt,
+        t=state.t + 1,
+        k=jnp.zeros_like(state.k),
+        loss=jnp.zeros_like(state.loss),
+        grad=jax.tree.map(jnp.zeros_like, state.grad),
+    )
 
 
 def update(state, batches, fresh, config, watch=lambda state: None):

@@ -1,13 +1,14 @@
 """Full Gauss-Newton (Algorithm 1): minimize a quadratic stand-in for the loss, then line search.
 
-Around the present parameters θ_t the network f is replaced by its linearization, and the loss ℓ by
+Around the current parameters θ_t the network f is replaced by its linearization, and the loss ℓ by
 its second-order expansion in the logits. With δ = θ - θ_t, z = f(θ_t), and J = ∂f/∂θ at θ_t:
 
     L2(θ_t + δ) = ℓ(z) + g·v + ½ v·Hv,     v = J δ,  g = ∇ℓ(z),  H = ∇²ℓ(z)      (Section 4.3)
     ∇L2 = Jᵀ(g + H v) = ∇L(θ_t) + G δ,     G = Jᵀ H J                            (Appendix B)
 
-Here L(θ) = ℓ(f(θ)). L2 is smallest where ∇L2 = 0, at δ = -G⁻¹ ∇L(θ_t): the Gauss-Newton update. (G
-has no inverse where a δ changes no probability. L2 is flat there: any δ with ∇L2 = 0 will do.)
+Here L(θ) = ℓ(f(θ)). L2 is smallest where ∇L2 = 0, at δ = -G⁻¹ ∇L(θ_t): the Gauss-Newton update. (If
+G has no inverse, some δ ≠ 0 changes no probability to first order, and L2 is flat along it. Then
+any δ with ∇L2 = 0 will do.)
 
 Newton's method has the Hessian of L in place of G. It is G + Σᵢ gᵢ ∇²fᵢ, a sum over the logits: G
 leaves out the curvature of the network itself. G has no negative curvature, because H has none:
@@ -71,7 +72,7 @@ class Config(BaseConfig):
     # decay of the running mean of g², per inner step, in AdamW and in what Muon leaves to Adam
     b2: float = 0.999
     inner_epochs: int = 1  # how often an outer step reads its batch, in the same order
-    # true = start each inner loop from θ_{t+1}, its optimizer anew (Section 5.1 advises against it)
+    # true = start each inner loop from θ_{t+1}, with a new optimizer (Section 5.1: better not)
     restart: bool = False
     weight_decay: float = 0.001  # of every matrix, times lr, per inner step (App. H: 0 or 0.001)
     damping: float = 0.0  # λ of ½ λ |δ|², added to L2 (App. H, "loss weight decay": 0 to 0.1)
@@ -85,7 +86,7 @@ class Config(BaseConfig):
         super().__post_init__()
         if self.average is None:
             object.__setattr__(self, "average", 0.0 if self.line_search else 0.999)
-        # Where JAX traces a Config, a placeholder stands for the number, which was set before.
+        # JAX also rebuilds a Config with tracers for its floats, when this was settled before.
         is_number = isinstance(self.inner_warmup, int | float)
         if is_number and self.schedule != "constant+inner cosine":
             object.__setattr__(self, "inner_warmup", 0.0)
@@ -128,10 +129,10 @@ class State(NamedTuple):
     average: Any  # the weight average, evaluated in place of θ_t; None where config.average is 0
     opt: Any  # state of the inner optimizer
     t: jax.Array  # outer steps done
-    searched: jax.Array  # inner batches that their line searches have read
+    searched: jax.Array  # inner batches that all line searches until now have read
     k: jax.Array  # inner steps done of the current outer step
     losses: jax.Array  # ℓ at θ_t on the tokens of each inner step, [loop_steps]; 0 at those to come
-    inner_losses: jax.Array  # L2 at the inner iterate θ that each of them began with, the same way
+    inner_losses: jax.Array  # L2, with damping, at the θ that each of them began with; the same way
 
 
 def init(params, config):
@@ -191,13 +192,14 @@ def value_and_grad(theta0, delta, tokens, config, objective=quadratic):
 
 def learning_rate(t, k, config):
     """Learning rate of inner step k of outer step t (Appendix D)."""
-    steps = config.outer_steps
-    K = config.loop_steps  # inner steps of an outer step
-    run = progress((t + k / K) / steps, config.warmup)
-    inner = progress(k / K, config.inner_warmup)
+    outer_steps = config.outer_steps
+    loop_steps = config.loop_steps
+    run = progress((t + k / loop_steps) / outer_steps, config.warmup)
+    inner = progress(k / loop_steps, config.inner_warmup)
     fall = SCHEDULES[config.schedule](run, inner)
-    run_rise = rise(t * K + k, config.warmup * steps * K)  # linear: to 1 over the warm-up
-    inner_rise = rise(k, config.inner_warmup * K)
+    # linear, to 1 over the warm-up
+    run_rise = rise(t * loop_steps + k, config.warmup * outer_steps * loop_steps)
+    inner_rise = rise(k, config.inner_warmup * loop_steps)
     return config.lr * run_rise * inner_rise * fall
 
 
@@ -219,13 +221,17 @@ def inner_step(state, tokens, config, value_and_grad=value_and_grad):
     lr = learning_rate(state.t, state.k, config)
     step, opt = config.optimizer(lr).update(grad, state.opt, state.theta)
     theta = optax.apply_updates(state.theta, step)
-    average = state.average  # may be None, and then stays it
-    if not config.line_search:  # otherwise `move` averages
+    average = state.average  # None if there is no average
+    if not config.line_search:  # with one, `move` averages the θ_t
         average = optimizers.update_average(average, theta, config.average)
-    losses = state.losses.at[state.k].set(ell)
-    inner_losses = state.inner_losses.at[state.k].set(L2)
-    state = state._replace(losses=losses, inner_losses=inner_losses)
-    return state._replace(theta=theta, average=average, opt=opt, k=state.k + 1)
+    return state._replace(
+        theta=theta,
+        average=average,
+        opt=opt,
+        k=state.k + 1,
+        losses=state.losses.at[state.k].set(ell),
+        inner_losses=state.inner_losses.at[state.k].set(L2),
+    )
 
 
 def lower(state, tokens, config, value_and_grad=value_and_grad):
@@ -245,17 +251,20 @@ def inner_loop(state, batches, config, watch, value_and_grad=value_and_grad):
 def move(state, alpha, config):
     """The State at the start of the next outer step, at θ_{t+1} = θ_t + α (θ - θ_t).
 
+    Every matrix of θ_{t+1} is then multiplied by 1 - config.parameter_weight_decay, except after a
+    refused step (α = 0).
+
     The next inner loop starts from θ, not from θ_{t+1} (Section 5.1): the inner optimizer goes on
     from the point that it has come to, with its momentum there. α only decides where the network is
-    linearized next. With config.restart, and after a refused step (α = 0), the loop starts from
-    θ_{t+1}, its optimizer anew.
+    linearized next. With config.restart, and after a refused step, the loop starts from θ_{t+1},
+    with a new optimizer state.
     """
     params = between(state.params, state.theta, alpha)
-    opt_anew = config.optimizer(0.0).init(params)
+    new_opt = config.optimizer(0.0).init(params)
     refused = alpha == 0
     restart = refused | config.restart
     theta = jax.tree.map(partial(jnp.where, restart), params, state.theta)
-    opt = jax.tree.map(partial(jnp.where, restart), opt_anew, state.opt)
+    opt = jax.tree.map(partial(jnp.where, restart), new_opt, state.opt)
     keep = jnp.where(refused, 1, 1 - config.parameter_weight_decay)
     params = optimizers.scale_matrices(params, keep)
     theta = optimizers.scale_matrices(theta, keep)  # θ too: else moving to θ would undo the decay
@@ -263,9 +272,16 @@ def move(state, alpha, config):
     if config.line_search:  # one outer step counts as its inner steps
         tau = config.average**config.loop_steps
         average = optimizers.update_average(average, params, tau)
-    k, losses, inner_losses = jax.tree.map(jnp.zeros_like, state[-3:])
-    t = state.t + 1
-    return State(params, theta, average, opt, t, state.searched, k, losses, inner_losses)
+    return state._replace(
+        params=params,
+        theta=theta,
+        average=average,
+        opt=opt,
+        t=state.t + 1,
+        k=jnp.zeros_like(state.k),
+        losses=jnp.zeros_like(state.losses),
+        inner_losses=jnp.zeros_like(state.inner_losses),
+    )
 
 
 def update(state, batches, fresh, config, watch=lambda state: None, value_and_grad=value_and_grad):

@@ -4,8 +4,8 @@
     ∇_l L2 = J_lᵀ(g + H v_l);     all layers together:  ∇L2 = ∇L(θ_t) + blockdiag(G) δ
 
 Each term of the sum has the change of one layer's weights alone. So G loses what ties one layer to
-another. The layers are the embedding, each transformer block (the last one with the final norm),
-and the head.
+another, and only its diagonal blocks are left, one for each layer. The layers are the embedding,
+each transformer block (the last one with the final norm), and the head.
 
 Full Gauss-Newton pushes one change up through the network. Here each layer's change δ_l makes a
 stream of its own: it starts at layer l, passes all layers above, and meets the loss alone; its
@@ -42,7 +42,9 @@ OBJECTIVES = {"quadratic": gn.quadratic, "exact": gn_prox.exact}
 class Config(gn.Config):
     """Settings of layerwise Gauss-Newton: those of Gauss-Newton, and the objective of a layer."""
 
-    line_search: int = 10  # how many α = 2^(-i/2) are tried (Appendix D); 0 = no search, α = 1
+    # how many α = 2^(-i/2) are tried: more than in gn.py, as the paper needs smaller ones here
+    # (Section 6.3, Appendix D); 0 = no search, α = 1
+    line_search: int = 10
     # quadratic | exact: a layer's loss is expanded as in gn.py (Section 6.3), or kept exact
     objective: str = "quadratic"
     clip: float = 1.0  # largest gradient norm of a layer; 0 = no limit
@@ -81,11 +83,10 @@ def layer(network, p, h):
     """One layer with parameters p: int32 ids [B, T] or [B, T, D] -> [B, T, D]."""
     if "embedding" in p:
         return p["embedding"][h]
-    p = dict(p)
-    final_norm = p.pop("final_norm", None)
-    h = model.block(network, p, h)
-    if final_norm is not None:
-        h = model.rms_norm(h, final_norm)
+    block = {name: a for name, a in p.items() if name != "final_norm"}
+    h = model.block(network, block, h)
+    if "final_norm" in p:
+        h = model.rms_norm(h, p["final_norm"])
     return h
 
 
@@ -98,15 +99,8 @@ def clip_layers(limit):
         return clipped
 
     def clip_all(grad, params):
-        # The final norm is in the last block: it joins the others as [L, D], zero in all but that.
-        n_layers = len(grad["blocks"]["wq"])
-        is_last = jnp.arange(n_layers) == n_layers - 1
-        stacked = jnp.where(is_last[:, None], grad["final_norm"][None], 0)
-        blocks = jax.vmap(clip_layer)(grad["blocks"] | {"final_norm": stacked})
-        final_norm = blocks.pop("final_norm")[-1]
-        embedding = clip_layer(grad["embedding"])
-        head = clip_layer(grad["head"])
-        return {"embedding": embedding, "blocks": blocks, "final_norm": final_norm, "head": head}
+        below_head = [clip_layer(of_layer) for of_layer in split(grad)]
+        return merge(below_head) | {"head": clip_layer(grad["head"])}
 
     return optax.stateless(clip_all)
 
@@ -122,14 +116,14 @@ def transpose(f, like):
 
 
 def map_first(f, streams, n):
-    """The stack of streams, where the first n are replaced by f of them."""
+    """The stacked streams, with f applied to each of the first n."""
 
-    def replace(i, streams):
+    def apply(i, streams):
         return streams.at[i].set(f(streams[i]))
 
     if n == 0:  # at the embedding, whose inputs are ids: f has no meaning there
         return streams
-    return jax.lax.fori_loop(0, n, replace, streams)
+    return jax.lax.fori_loop(0, n, apply, streams)
 
 
 # ---- the objective -------------------------------------------------------------------------------
@@ -144,12 +138,32 @@ def value_and_grad(theta0, delta, tokens, config, objective=None):
     objective = objective or OBJECTIVES[config.objective]
     x, y = model.inputs_and_labels(tokens)
 
-    h, changes, pullbacks = up(network, theta0, delta, x)
-    head = (theta0["head"], delta["head"])
-    cotangents, sums = across(network, objective, head, h, changes, y)
+    h, streams, pullbacks = up(network, theta0, delta, x)
+    w, dw = theta0["head"], delta["head"]
+    cotangents, sums = across(network, objective, w, dw, h, streams, y)
     ell, L2, head_grad = sums
     grad = down(pullbacks, cotangents) | head_grad
     return jax.tree.map(lambda total: total / y.size, (ell, L2, grad))
+
+
+def linear_maps(network, p, h):
+    """The output of a layer with input h; its two maps up, and its two maps down.
+
+    Up: from a change of its parameters, and from one of its input, to that of its output. Down:
+    from a cotangent of its output to that of its parameters, and to that of its input.
+    """
+    output, pull = jax.vjp(partial(layer, network), p, h)
+
+    def to_params(u):
+        return pull(u)[0]
+
+    def to_input(u):
+        return pull(u)[1]
+
+    # The transpose of a pullback is a pushforward: (Jᵀ)ᵀ = J. So one vjp gives all four maps.
+    own = transpose(to_params, output)
+    through = transpose(to_input, output)
+    return output, own, through, to_params, to_input
 
 
 def up(network, theta0, delta, x):
@@ -162,17 +176,7 @@ def up(network, theta0, delta, x):
     pullbacks = []
     layers = zip(split(theta0), split(delta), strict=True)
     for i, (p, dp) in enumerate(layers):
-        h, pull = jax.vjp(partial(layer, network), p, h)  # h is now the output of the layer
-
-        def to_params(u, pull=pull):  # pull=pull: this layer's, also when the loop has gone on
-            return pull(u)[0]
-
-        def to_input(u, pull=pull):
-            return pull(u)[1]
-
-        # The transpose of a pullback is a pushforward: (Jᵀ)ᵀ = J. So one vjp gives all four maps.
-        own = transpose(to_params, h)  # the change of the parameters -> that of the output
-        through = transpose(to_input, h)  # the change of the input -> that of the output
+        h, own, through, to_params, to_input = linear_maps(network, p, h)
         if i == 0:  # now the shape of h is known
             streams = jnp.zeros((network.n_layers + 1, *h.shape), h.dtype)
         streams = map_first(through, streams, i)
@@ -181,13 +185,14 @@ def up(network, theta0, delta, x):
     return h, streams, pullbacks
 
 
-def across(network, objective, head, h, streams, y):
+def across(network, objective, w, dw, h, streams, y):
     """The cotangents of the streams, [L+1, B, T, D]; the sums of ℓ, L2 and the head's gradient.
 
-    head: the head's weights w and their change dw, [D, V]. The head is the last layer: the stream
+    w, dw: the head's weights and their change, [D, V]. The head is the last layer: the stream
     of its own change starts and ends here.
     """
-    w, dw = (rounded(network, a) for a in head)
+    w = rounded(network, w)  # once, not for each chunk of tokens
+    dw = rounded(network, dw)
     for_each_stream = jax.vmap(objective, in_axes=(None, 0, None))
 
     # `over_tokens` cuts arrays [B, T, ..], so the streams go in and come out one by one.
@@ -196,11 +201,9 @@ def across(network, objective, head, h, streams, y):
         z = model.head(network, h, w)
         v = product(network, streams, w)
         v_head = product(network, h, dw)
-        ells, L2s, u = for_each_stream(z, v, y)
+        _, L2s, u = for_each_stream(z, v, y)
         ell, L2_head, u_head = objective(z, v_head, y)
-
-        # Each of the ells is the same ℓ. Each L2 is ℓ plus the terms of its layer; ℓ counts once.
-        L2 = ell + jnp.sum(L2s - ells) + (L2_head - ell)
+        L2 = L2_head + jnp.sum(L2s - ell)  # each of them contains ℓ, which counts once
         h_bar = product(network, u, w.T, h.dtype)
         w_bar = product(network, h.T, u_head, h.dtype)
         return jnp.unstack(h_bar), (ell, L2, {"head": w_bar})

@@ -13,15 +13,15 @@ then the step is refused.
 
 The *race*: in the paper's line search, every α reads as many fresh tokens as the batch has. But
 most α fall behind at once, and a few tokens show it. All α read the same inner batches, the parts
-that a batch is read in. So for an α and the best one so far, we take the differences d of their
-losses, one for each of the n inner batches until now, with their mean and its standard error,
-sd(d) / √n. From 8 of them on, an α drops out if
+that a batch is read in. So for an α and the best one so far, we take the differences
+d = loss(α) - loss(best), one for each of the n inner batches until now, with their mean and its
+standard error, sd(d) / √n. From 8 of them on, an α drops out if
 
-    mean(d) + TIE > 4 sd(d) / √n,
+    mean(d) - 4 sd(d) / √n > -TIE,
 
-that is, if it is known not to be better than the best one by more than TIE = 0.0001 nats. The
-search ends when one α is left. Without TIE, two equally good α would run to the end. An α with a
-loss that is not finite drops out at once.
+that is, if even 4 standard errors in its favour would not put it more than TIE = 0.0001 nats ahead
+of the best one. The search ends when one α is left. Without TIE, two equally good α would run to
+the end. An α with a loss that is not finite drops out at once.
 """
 
 import math
@@ -67,7 +67,7 @@ class BaseConfig:
 
     @property
     def step_sizes(self):
-        """The α that are tried, as a list of floats."""
+        """The α that are tried, floats; with the guard 0 is the first, so that θ_t wins a tie."""
         sizes = [2 ** (-i / 2) for i in range(self.line_search)]
         if self.alphas:
             sizes = numbers(self.alphas)
@@ -120,8 +120,11 @@ def name_of(alpha):
 
 def between(theta0, theta, alpha):
     """θ_t + α (θ - θ_t); exactly θ_t at α = 0, even where θ is not finite."""
-    point = jax.tree.map(lambda a, b: a + alpha * (b - a), theta0, theta)
-    return jax.tree.map(lambda a, p: jnp.where(alpha == 0, a, p), theta0, point)
+
+    def point(a, b):
+        return jnp.where(alpha == 0, a, a + alpha * (b - a))
+
+    return jax.tree.map(point, theta0, theta)
 
 
 @parallel.jit

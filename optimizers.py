@@ -2,7 +2,10 @@
 
     AdamW:  θ - lr m / √v                     m, v: running means of the gradient g and of g²
     Muon:   θ - lr √max(1, out/in) U Vᵀ       U S Vᵀ: the running mean of a matrix's gradient
-    SOAP:   θ - lr Q_L (m' / √v') Q_Rᵀ        Adam in the eigenbases Q of Shampoo's factors
+    SOAP:   θ - lr Q_L (m' / √v) Q_Rᵀ         Adam in the eigenbases Q of Shampoo's factors
+
+Each rule also subtracts lr · weight_decay · θ from every matrix: the W of AdamW. Not shown, too,
+are the bias corrections, and the 1e-8 that is added to √v. The section on SOAP has its letters.
 
 An optax transformation is a pair of functions. `init(params)` returns its state;
 `update(grads, state, params)` returns the step, to be added to the parameters, and the next state.
@@ -50,7 +53,7 @@ def groups(params):
 
 
 def is_matrix(params):
-    """True for a matrix, embedding and head too, False for norms and biases: what decays."""
+    """True for what decays: embedding, head and model.MATRICES; False for all else."""
     return jax.tree.map(lambda group: group != "vectors", groups(params))
 
 
@@ -132,9 +135,10 @@ def nesterov(b):
 def orthogonalize(dtype):
     """Turns each matrix U S Vᵀ of a tree of stacks [L, in, out] into about √max(1, out/in) U Vᵀ.
 
-    Newton-Schulz needs no decomposition for that: five times m <- a m + b (m mᵀ) m + c (m mᵀ)² m, a
-    polynomial that brings each singular value near 1. Here it is optax's Muon: with lr -1 and no
-    momentum, nothing but this and the factor √max(1, out/in) is left of it.
+    Newton-Schulz needs no decomposition for that. A matrix m is divided by its Frobenius norm, so
+    that no singular value is above 1; then five times m <- a m + b (m mᵀ) m + c (m mᵀ)² m, which
+    brings the singular values near 1. Here it is optax's Muon: with lr -1 and no momentum, nothing
+    but this and the factor √max(1, out/in) is left of it.
     """
     axes = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
     rule = optax.contrib.muon(
@@ -157,13 +161,15 @@ def orthogonalize(dtype):
 
 
 def in_stacks(f, tree):
-    """A tree with f of each of its matrices, by f of stacks [n, in, out], which devices share.
+    """f of every matrix of a tree. f gets all matrices of one shape as one stack [n, in, out].
 
-    The tree's arrays are matrices, or stacks of them; f must treat each matrix for itself.
+    The tree's arrays are matrices, or stacks of them. Devices share the matrices of a stack, so f
+    must treat each for itself.
     """
     stacks = join_by_shape(tree)
     results = jax.tree.map(parallel.shared(f), stacks)
-    (results,) = jax.linear_transpose(join_by_shape, tree)(results)  # takes the stacks apart
+    # Joining only moves numbers, so its transpose is its inverse: it takes the stacks apart.
+    (results,) = jax.linear_transpose(join_by_shape, tree)(results)
     return results
 
 
@@ -178,15 +184,17 @@ def join_by_shape(tree):
 
 # ---- SOAP (Vyas et al. 2024) ---------------------------------------------------------------------
 #
-#     L, R: running means of g gᵀ and of gᵀ g, Shampoo's factors of a gradient g [m, n]
-#     Q_L, Q_R: their eigenvectors, refreshed by a step of power iteration: Q_L <- Q of L Q_L = Q R
+#     g: the gradient of a matrix, [rows, cols]
+#     L, R: running means of g gᵀ and of gᵀ g, Shampoo's factors
+#     Q_L, Q_R: their eigenvectors, refreshed by a step of power iteration: the next Q_L is the
+#         orthogonal factor of the QR decomposition of L Q_L
 #     m: running mean of g;   v: of g'², where g' = Q_Lᵀ g Q_R is g in the eigenbasis
 #     the step is Q_L (m' / √v) Q_Rᵀ, where m' = Q_Lᵀ m Q_R
 #     F: one of the factors; side 0 of a matrix is that of L, its rows, and side 1 that of R
 
 
 class SoapState(NamedTuple):
-    """SOAP's state of one parameter, [m, n] or a stack [L, m, n].
+    """SOAP's state of one parameter, [rows, cols] or a stack [n, rows, cols].
 
     None in place of a factor and its eigenvectors: that side is not rotated.
     """
@@ -251,11 +259,12 @@ def soap_step(b1, b2, n, g, state):
     no step, and no gradient is rotated by eigenvectors that it had a part in.
     """
     rotated = rotate(g, state.Q)
-    m = running_mean(state.momentum, g, b1)
-    v = running_mean(state.v, rotated * rotated, b2)
+    m = optax.tree.update_moment(g, state.momentum, b1, 1)
+    v = optax.tree.update_moment(rotated, state.v, b2, 2)  # of its square
     m = jnp.where(n == 0, 0, m)  # gradient 0 makes eigenvectors only
     v = jnp.where(n == 0, 0, v)
-    m_weight = 1 - b1 ** jnp.maximum(n, 1)  # of all gradients in m; at n = 0 not 0, to divide by it
+    # How much all gradients until now weigh in m and v. maximum: no division by zero at n = 0.
+    m_weight = 1 - b1 ** jnp.maximum(n, 1)
     v_weight = 1 - b2**n
     in_eigenbasis = rotate(m, state.Q) / (jnp.sqrt(v) + 1e-8)
     step = rotate_back(in_eigenbasis, state.Q)
@@ -263,15 +272,10 @@ def soap_step(b1, b2, n, g, state):
 
     L, R = state.factors
     if L is not None:
-        L = running_mean(L, exact_product(g, g.mT), b2)
+        L = optax.tree.update_moment(exact_product(g, g.mT), L, b2, 1)
     if R is not None:
-        R = running_mean(R, exact_product(g.mT, g), b2)
+        R = optax.tree.update_moment(exact_product(g.mT, g), R, b2, 1)
     return step, SoapState(m, v, (L, R), state.Q)
-
-
-def running_mean(mean, new, b):
-    """A running mean with decay b, after one more value."""
-    return b * mean + (1 - b) * new
 
 
 def rotate(x, Q):
