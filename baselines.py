@@ -227,7 +227,8 @@ def update(state, batches, fresh, config, watch=lambda state: None):
     before the step, in nats per token, and lr. Like gn.update it deletes the state it is given.
     """
     for k in range(int(state.k), config.inner_steps):
-        state = state._replace(k=np.int32(k))  # a number of the host: see below
+        # From the host in each call: else `accumulate` is compiled again for one from the devices.
+        state = state._replace(k=np.int32(k))
         state = accumulate(state, batches(k), config)
         watch(state)
     loss = state.loss / config.inner_steps

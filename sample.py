@@ -1,7 +1,7 @@
 """Prints how a trained model continues a text: `python sample.py --out RUN "text"`.
 
 The model is the last one that the run in the folder RUN has saved. Ids are drawn one after another,
-each from the probabilities that the model gives for the place after all the ids so far.
+each from the model's probabilities for the next id. It sees no more than the last `context` ids.
 """
 
 import sys
@@ -30,17 +30,19 @@ def read(folder):
     try:
         config = checkpoint.read_config(folder)["config"]
         network = read_network(config)
-        ids = tokenizer(config["tokenizer"], config["vocab_size"])
+        tok = tokenizer(config["tokenizer"], config["vocab_size"])
         params = read_weights(Path(folder) / "checkpoint.npz", network)
     except files.UNREADABLE as error:
         raise ValueError(f"{folder} holds no run to sample from: {error}") from None
-    return network, params, ids
+    return network, params, tok
 
 
 def read_network(config):
     """The network's Config from the flags in config.json. Raises TypeError or ValueError."""
     sizes = {}
     for name, flag in flags.fields_of(model.Config).items():
+        if name not in config:
+            raise ValueError(f"its config.json has no {name}")
         sizes[name] = config[name]
         if type(config[name]) is not flag.kind:
             raise TypeError(f"its {name} is {config[name]!r}")
@@ -52,24 +54,23 @@ def read_network(config):
 def read_weights(path, network):
     """The weights to sample from, of a checkpoint of any method.
 
-    Raises ValueError if it is damaged or its arrays are not of the network's sizes, and KeyError if
-    some are missing.
+    Raises ValueError if it is damaged, or if its arrays are missing or not of the network's sizes.
     """
     arrays = checkpoint.read_arrays(path)
     field = ".params"
     if ".average['head']" in arrays:
         field = ".average"
 
-    def find(where, like):
+    def find(where, shape):
         name = field + jax.tree_util.keystr(where)
-        difference = checkpoint.find_difference({name: arrays[name]}, {name: like})
+        difference = checkpoint.find_difference({name: arrays.get(name)}, {name: shape})
         if difference:
             what = "its arrays are not of the sizes that config.json says"
             raise ValueError(f"{what}: {difference}")
         return arrays[name]
 
-    like = jax.eval_shape(partial(model.init, network), jax.random.key(0))
-    return jax.tree_util.tree_map_with_path(find, like)
+    shapes = jax.eval_shape(partial(model.init, network), jax.random.key(0))
+    return jax.tree_util.tree_map_with_path(find, shapes)
 
 
 @partial(jax.jit, static_argnames="network")
@@ -90,6 +91,7 @@ def generate(network, params, tok, text, seed=0):
     ids = [tok.end_of_text, *tok.encode(text).tolist()]
     for key in jax.random.split(jax.random.key(seed), LENGTH):
         last = ids[-network.context :]
+        # One length for all, so that `draw` is compiled once. No id sees the zeros after it.
         window = np.zeros((1, network.context), np.int32)
         window[0, : len(last)] = last
         following = int(draw(network, params, jnp.asarray(window), len(last), key))

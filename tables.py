@@ -75,7 +75,7 @@ def tabulate_best(best, comparison, rivals, usual):
     for group in best.drop_duplicates("method").itertuples():
         if usual[group.method]:
             parts.append(f"{group.title} has {describe_flags(usual[group.method])}")
-    title, table = title_table(f"{asked} {describe_question(comparison)}", lines)
+    title, table = finish_table(f"{asked} {describe_question(comparison)}", lines)
     return title, table + describe_usual(parts)
 
 
@@ -91,7 +91,7 @@ def tabulate_costs(best, comparison):
         line["by line search"] = format_share(cost["of_line_search"])
         line["device"] = cost["device"]
         lines.append(line)
-    return title_table(f"Costs of a step, {describe_question(comparison)}", lines)
+    return finish_table(f"Costs of a step, {describe_question(comparison)}", lines)
 
 
 def tabulate_settings(groups, comparison, usual):
@@ -106,7 +106,7 @@ def tabulate_settings(groups, comparison, usual):
             line |= describe_steps(group)
         lines.append(line | describe_loss(group))
     method, name = groups.title.iloc[0], groups.method.iloc[0]
-    title, table = title_table(f"Settings of {method} {describe_question(comparison)}", lines)
+    title, table = finish_table(f"Settings of {method} {describe_question(comparison)}", lines)
     parts = []
     if usual[name]:
         parts = [describe_flags(usual[name])]
@@ -123,8 +123,11 @@ def describe_usual(parts):
     return f"\n{USUAL} {'; '.join(parts)}.\n" if parts else ""
 
 
-def title_table(title, lines):
-    """(title, table), without the columns that say nothing. The title names the only batch."""
+def finish_table(title, lines):
+    """(title, the table in Markdown). A batch that all lines share moves to the title.
+
+    It is removed from the lines, and so are some columns that are empty.
+    """
     batches = {line["batch"] for line in lines}
     if len(batches) == 1:
         title += f", batch {batches.pop()}"
@@ -165,6 +168,8 @@ def divide_steps(group, reference):
         return np.nan
     total = sum(steps[seed] for seed in seeds)
     total_of_reference = sum(of_reference[seed] for seed in seeds)
+    if total_of_reference == 0:  # a target that its runs are at before their first step
+        return np.nan
     return total / total_of_reference
 
 
@@ -173,16 +178,17 @@ def divide_steps(group, reference):
 
 def describe_loss(group):
     """Cells on the final loss of a group: its mean over seeds, its extremes, how many seeds."""
-    cells = {"loss": NOTHING, "lowest": NOTHING, "highest": NOTHING}
+    cells = {"loss": "diverged", "lowest": NOTHING, "highest": NOTHING}
+    cells["seeds"] = str(len(group.runs))
     if group.diverged:
-        cells["loss"] = "diverged"
-    else:
-        cells = {name: f"{getattr(group, name):.4f}" for name in cells}
-        if len(group.runs) == 1:
-            cells |= {"lowest": NOTHING, "highest": NOTHING}
-        if not group.finished:
-            cells["loss"] += f" at step {group.step:.0f}, unfinished"
-    return cells | {"seeds": str(len(group.runs))}
+        return cells
+    cells["loss"] = f"{group.loss:.4f}"
+    if not group.finished:
+        cells["loss"] += f" at step {group.step:.0f}, unfinished"
+    if len(group.runs) > 1:
+        cells["lowest"] = f"{group.lowest:.4f}"
+        cells["highest"] = f"{group.highest:.4f}"
+    return cells
 
 
 def describe_steps_to_rival(group, comparison, rivals):
@@ -266,18 +272,18 @@ def format_share(number):
 
 def format_table(lines):
     """A table in Markdown; lines: dicts of texts, {column: cell}."""
-    rows = [[*lines[0]]] + [[*line.values()] for line in lines]
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    is_words = [name in IN_WORDS for name in lines[0]]
+    header = list(lines[0])
+    body = [list(line.values()) for line in lines]
+    widths = [max(map(len, cells)) for cells in zip(header, *body, strict=True)]
+    is_left = [name in IN_WORDS for name in header]
 
     def format_row(cells):
         padded = []
-        for cell, width, left in zip(cells, widths, is_words, strict=True):
+        for cell, width, left in zip(cells, widths, is_left, strict=True):
             padded.append(cell.ljust(width) if left else cell.rjust(width))
         return f"| {' | '.join(padded)} |"
 
     rule = []
-    for width, left in zip(widths, is_words, strict=True):
+    for width, left in zip(widths, is_left, strict=True):
         rule.append("-" * width if left else "-" * (width - 1) + ":")
-    header, *body = rows
     return "\n".join(map(format_row, [header, rule, *body])) + "\n"

@@ -26,43 +26,44 @@ class Signals:
 
     def __init__(self):
         self.number = 0  # of the last signal that came; 0: none did
-        self.waiting = False  # whether a first signal waits for the next safe point
+        self.defers = False  # whether a first signal is left to the next safe point
         self.replaced = {}  # the handlers from before
 
     def __enter__(self):
+        # One process alone must not stop, or the others would wait for it.
+        self.defers = jax.process_count() > 1
         for number in (signal.SIGINT, signal.SIGTERM):
             self.replaced[number] = signal.signal(number, self.receive)
-        # One process alone must not stop, or the others would wait for it.
-        self.waiting = jax.process_count() > 1
         return self
 
     def __exit__(self, kind, error, traceback):
         command.raised.clear()
         for number, handler in self.replaced.items():
             signal.signal(number, handler)
-        was_heard = self.number == 0 or error is not None
-        # The handler from before is the method `receive` of the outer context, if there is one.
+        came_too_late = self.number != 0 and error is None  # after the last safe point
+        # The handler from before is the method `receive` of the outer context. If there is none,
+        # the command is about to end anyway.
         outer = getattr(self.replaced.get(self.number), "__self__", None)
-        if not was_heard and isinstance(outer, Signals):
+        if came_too_late and isinstance(outer, Signals):
             outer.receive(self.number, None)
 
     def receive(self, number, frame):
         """The handler of both signals."""
         first = self.number == 0
         self.number = number
-        if not (first and self.waiting):
+        if not (first and self.defers):
             command.raised.append(Stop(number))
             raise command.raised[-1]
 
     @contextmanager
     def deferred(self):
         """Within it, a first signal waits for the next safe point."""
-        before = self.waiting
-        self.waiting = True
+        before = self.defers
+        self.defers = True
         try:
             yield
         finally:
-            self.waiting = before
+            self.defers = before
 
 
 class Saver:
@@ -71,29 +72,29 @@ class Saver:
     def __init__(self, write, minutes):
         """write(state): puts a state on disk; minutes: the longest time between two saves."""
         self.write = write
-        self.seconds = 60 * minutes
-        self.saved = time.monotonic()  # when the last save was
+        self.interval = 60 * minutes  # in seconds
+        self.saved_at = time.monotonic()  # when the last save was
         self.newest = None  # the newest state, if it is newer than what is on disk
-        self.step = None  # a number that the step in flight computes
+        self.in_flight = None  # a number that the step in flight computes
 
     def watch(self, state):
         """Notes the state after an inner step.
 
         Waits until the step before is done, so that never more than one is in flight.
         """
-        jax.block_until_ready(self.step)
-        self.step = state.k + 0  # a copy: the next step takes over the memory of the state
+        jax.block_until_ready(self.in_flight)
+        self.in_flight = state.k + 0  # a copy: the next step takes over the memory of the state
         self.newest = state
 
     def is_due(self):
         """Whether the last save is so long ago that it is time for the next."""
-        return time.monotonic() - self.saved >= self.seconds
+        return time.monotonic() - self.saved_at >= self.interval
 
     def save(self, state):
         """Writes a state that is at least as new as `newest`."""
         self.write(state)
         self.newest = None
-        self.saved = time.monotonic()
+        self.saved_at = time.monotonic()
 
 
 def safe_point(signals, saver):

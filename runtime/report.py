@@ -2,7 +2,6 @@
 
 import shutil
 import sys
-from operator import itemgetter
 from pathlib import Path
 
 import jax
@@ -10,7 +9,7 @@ import jax
 from runtime import memory
 from runtime.flags import flag_of
 
-COLUMNS = {  # of the table: a log row's number, the width of its column, its format
+COLUMNS = {  # of the table: {number of a log row: (width of its column, format)}
     "step": (5, "d"),
     "tokens": (13, ",d"),
     "train_loss": (11, ".4f"),
@@ -21,7 +20,7 @@ COLUMNS = {  # of the table: a log row's number, the width of its column, its fo
     "seconds": (8, ".1f"),
 }
 
-FIRST = ("method", "model")  # flags that the first line of a run tells
+IN_FIRST_LINE = ("method", "model")  # flags that the first line of a run tells
 READ = "tokens read"  # a column of a grid's table; no flag has a blank in its name
 
 
@@ -33,9 +32,9 @@ def header():
 def table_row(row):
     """A log row as a line of the table. "-" stands for a number that the method does not have."""
     cells = []
-    for name, (width, form) in COLUMNS.items():
+    for name, (width, spec) in COLUMNS.items():
         value = row.get(name)
-        text = "-" if value is None else format(value, form)
+        text = "-" if value is None else format(value, spec)
         cells.append(text.rjust(width))
     return " ".join(cells)
 
@@ -69,7 +68,10 @@ def opening(run, forms, memory_needed, text, whole_text, begun):
         print(f"warm-up: {tokens:,} tokens, {steps}, made once and kept in data/ for other runs")
 
     print(describe_reading(run, whole_text))
-    given = [flag_and_value(*item) for item in run.given.items() if item[0] not in FIRST]
+    given = []
+    for name, value in run.given.items():
+        if name not in IN_FIRST_LINE:
+            given.append(f"{flag_of(name)} {value}")
     if given:
         print("flags given:", *given)
     print(f"{config.out}: {begun}")
@@ -98,7 +100,7 @@ def goal(run):
     return f"to {run.config.steps}"
 
 
-# Why a flag has another value than was given; for all other flags, because of other flags.
+# Why a flag has another value than was given. Those that are not here were changed by other flags.
 REASONS = {
     "batch": "a batch is cut into whole inner batches, of {inner_tokens:,} tokens each",
     "warmup_tokens": "a warm-up reads whole inner batches, of {inner_tokens:,} tokens each",
@@ -127,9 +129,10 @@ def readable(value):
 
 def describe_reading(run, whole_text):
     """How much a run will read; whole_text: tokens of all windows, None if that is not known."""
-    fresh = run.settings.fresh_batches * run.inner_tokens
-    is_race = getattr(run.settings, "race", False)  # a method of your own may have none
-    at_most = "at most " if fresh and is_race else ""
+    fresh = run.settings.fresh_batches * run.inner_tokens  # per outer step, for the line search
+    is_race = getattr(run.settings, "race", False)  # a method of your own may have no such flag
+    may_stop_early = fresh > 0 and is_race
+    at_most = "at most " if may_stop_early else ""
     if run.config.steps is None:
         tokens = run.batches_per_step * run.inner_tokens
         return f"each step will read {at_most}{tokens:,} tokens, {fresh:,} of them for line search"
@@ -152,11 +155,6 @@ def describe_devices(run, forms):
         reason = f"they do not divide an inner batch of {run.config.inner_batch} sequences"
         devices += f" ({idle} idle: {reason})"
     return devices
-
-
-def flag_and_value(name, value):
-    """A flag as it is given, such as --inner-batch 8."""
-    return f"{flag_of(name)} {value}"
 
 
 def smaller_steps(run):
@@ -217,7 +215,8 @@ def grid(runs, results):
     varied = [name for name in given if len({run.given[name] for run in runs}) > 1]
 
     lines = []
-    for run, result in zip(runs, results, strict=True):
+    ranked = sorted(zip(runs, results, strict=True), key=lambda pair: rank(*pair))
+    for run, result in ranked:
         if isinstance(result, str):
             line = {"val_loss": result, "step": "-", READ: "-"}
         else:
@@ -226,9 +225,7 @@ def grid(runs, results):
             line[READ] = f"{last['tokens']:,}"
         line |= {name: str(run.values[name]) for name in varied}
         line["folder"] = run.config.out
-        lines.append((rank(run, result), line))
-    lines.sort(key=itemgetter(0))
-    lines = [line for _, line in lines]
+        lines.append(line)
 
     print()
     names = {name: name for name in lines[0]}
@@ -260,11 +257,17 @@ def print_table(lines):
 
     If the terminal is narrow, the tokens are left out, and if that is not enough, the steps.
     """
+    widths = {}
+    for name in lines[0]:
+        widths[name] = max(len(line[name]) for line in lines)
+
     room = shutil.get_terminal_size().columns if sys.stdout.isatty() else float("inf")
-    widths = {name: max(len(line[name]) for line in lines) for name in lines[0]}
     for name in (READ, "step"):
-        if sum(widths.values()) + 2 * len(widths) > room:
+        gaps = 2 * (len(widths) - 1)
+        if sum(widths.values()) + gaps > room:
             del widths[name]
+
+    widths["folder"] = 0  # the last column needs no padding
     for line in lines:
-        cells = [line[name].rjust(width) for name, width in widths.items() if name != "folder"]
-        print(*cells, line["folder"], sep="  ")
+        cells = [line[name].rjust(width) for name, width in widths.items()]
+        print(*cells, sep="  ")
