@@ -257,6 +257,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("baselines.py", "AdamW's b2 not heard", "adamw(lr, self.b1, self.b2,", "adamw(lr, self.b1, 0.95,"),
     ("baselines.py", "a decay of one is let through", '["warmup", "average"], least=0, below=1', '["warmup", "average"], least=0, most=1'),
     ("baselines.py", "no steps between refreshes let through", 'check_range(self, ["frequency", "largest"], least=1', 'check_range(self, ["frequency", "largest"], least=0'),
+    ("baselines.py", "an inner batch's program is compiled twice", "        state = state._replace(k=np.int32(k))\n", ""),
     ("baselines.py", "the next update waits for the device", "finish(state, config)._replace(k=np.int32(0)), metrics", "finish(state, config), metrics"),
     ("baselines.py", "a gradient on all sequences at once", "parallel.mean(f, config.micro_batch)", "parallel.mean(f)"),
     # model.py

@@ -85,6 +85,23 @@ def test_a_run_whose_settings_are_not_of_its_arrays_is_said(here, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_what_a_run_lacks_is_named(here, capsys):
+    """A flag, as in a run of an older version, or an array."""
+    assert run("--method", "muon", "--out", "r", "--steps", "1") == 0
+    capsys.readouterr()
+    path = Path("r/checkpoint.npz")
+    arrays = dict(np.load(path))
+    del arrays[".average['head']"], arrays[".params['head']"]
+    np.savez(path, **arrays)
+    assert sample.main(["a", "--out", "r"]) == 2
+    assert ".params['head'] is missing there" in capsys.readouterr().err
+    config = json.loads(Path("r/config.json").read_text())
+    del config["config"]["mlp"]
+    Path("r/config.json").write_text(json.dumps(config))
+    assert sample.main(["a", "--out", "r"]) == 2
+    assert "its config.json has no mlp" in capsys.readouterr().err
+
+
 def test_a_run_of_numbers_of_another_width_is_said_with_its_cause(here, capsys):
     assert run("--method", "muon", "--out", "r", "--steps", "1") == 0
     capsys.readouterr()

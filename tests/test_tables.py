@@ -1,5 +1,8 @@
 """The tables that plot.py prints and writes, from made-up logs."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 from logs import Run
 
@@ -89,6 +92,13 @@ def test_ratios_are_to_the_fewest_steps_of_gauss_newton_at_any_batch(tmp_path):
     table = read_runs([run.folder for run in runs])
     lines = read_tables(compare_to_targets(table))["Steps to loss 3"]
     assert [line["steps / GN's"] for line in lines] == ["2", "1", "3"]
+
+
+def test_no_steps_at_all_divide_nothing():
+    """At the only seed of both, the reference is at the target before its first step."""
+    group = SimpleNamespace(reached=True, seeds=[1], steps_of_runs=[3])
+    reference = SimpleNamespace(seeds=[0, 1], steps_of_runs=[4, 0])
+    assert np.isnan(tables.divide_steps(group, reference))
 
 
 def test_a_run_that_ends_before_its_target_has_not_reached_it(tmp_path):

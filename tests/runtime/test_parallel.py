@@ -91,6 +91,20 @@ def test_every_method_makes_the_same_step_on_any_number_of_devices(float64, monk
             assert part == (a.size // 4 if shard else a.size) and len(a.addressable_shards) == n
 
 
+def test_the_program_of_an_inner_batch_is_compiled_once(caplog):
+    """Of a baseline on four devices, in two updates of two inner batches each."""
+    module, cls, _ = train.METHODS["adamw"]
+    config = cls(TOY, 2, 3)
+    with jax.set_mesh(parallel.mesh(4)):
+        state = parallel.jit(module.init, static_argnums=1)(random_params(TOY), config)
+        jax.clear_caches()
+        with jax.log_compiles():
+            for _ in range(2):
+                state, _ = module.update(state, *many(TOY, 4), config)
+    programs = [message for message in caplog.messages if "Compiling jit(accumulate)" in message]
+    assert len(programs) == 1
+
+
 def test_an_array_is_cut_along_its_largest_axis_that_divides():
     mesh, zeros = (
         parallel.mesh(4, shard=True),
