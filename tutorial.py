@@ -20,6 +20,7 @@ where the matrix C says how the loss curves. The gradient of the model, grad + C
 import sys
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,30 +47,35 @@ LOOKS = {"gradient": ("black", "v"), "Newton": ("#D55E00", "D"), "Gauss-Newton":
 class MLP:
     """The network, as the five functions that gn.py asks for; the class is used like a module.
 
-    A batch is a pair: points [n, 2] and their classes [n]. `network` is for the sizes of the
-    network; here there are none to choose. The head is the last matrix, hidden is all before it.
+    A batch is a pair: points [n, 2] and their classes [n]. `network` would hold the sizes of the
+    network; here it is None. The head is the last matrix, hidden is all before it.
     """
 
+    @staticmethod
     def inputs_and_labels(batch):
         return batch
 
+    @staticmethod
     def hidden(network, params, x):
-        return jnp.tanh(x @ params["w"] + params["b"][None])  # [n, 3]
+        return jnp.tanh(x @ params["w"] + params["b"][None])  # [n, 3]: three hidden units
 
+    @staticmethod
     def head_both_ways(network, theta0, delta):
         w, dw = theta0["head"], delta["head"]
 
-        def both_ways(h, dh):  # h: the hidden units, dh: their change
-            def pull(u):  # from the logits back to the hidden units and to the head (section 3)
+        def both_ways(h, dh):  # [n, 3]; h: the hidden units, dh: their change
+            def pull(u):  # [n, 3], a number per logit; back to hidden units and head (section 3)
                 return u @ w.T, {"head": h.T @ u}
 
             return h @ w, dh @ w + h @ dw, pull  # the logits, their change, the way back
 
         return both_ways
 
+    @staticmethod
     def over_tokens(network, f, *arrays):
         return f(*arrays)  # all points at once; model.py takes a few tokens at a time
 
+    @staticmethod
     def loss(network, params, batch):
         x, y = batch
         z = MLP.hidden(network, params, x) @ params["head"]
@@ -209,7 +215,7 @@ def line_search(loss, theta, delta):
 
 
 @partial(jax.jit, static_argnames=("logits", "loss"))
-def steps(logits, loss, theta):
+def compute_steps(logits, loss, theta):
     """{method: (C, δ, slope grad·δ of the loss along δ)} at θ."""
     grad = jax.grad(loss)(theta)
     identity = jnp.eye(len(theta))
@@ -227,7 +233,7 @@ def train(logits, loss, theta, method):
     """The loss before and after each of 15 steps of a method, each with a line search."""
     losses = [loss(theta)]
     for _ in range(15):
-        _, delta, _ = steps(logits, loss, theta)[method]
+        _, delta, _ = compute_steps(logits, loss, theta)[method]
         theta += line_search(loss, theta, delta) * delta
         losses.append(loss(theta))
     return losses
@@ -236,11 +242,11 @@ def train(logits, loss, theta, method):
 # ---- 7. The same through gn.py -------------------------------------------------------------------
 #
 # gn.value_and_grad returns the loss at θ_t, m(δ) without λ, and the gradient of this m, grad + G δ.
-# It goes up the network (v = J δ), across the loss (u = residual + H v), and down again (Jᵀ u).
+# It goes up the network (v = J δ), across the loss (u = residuals + H v), and down again (Jᵀ u).
 
 
 def errors_of_gn(config, params, batch):
-    """How far gn.value_and_grad is from m(δ), grad and G δ written down, in proportion."""
+    """The relative errors of gn.value_and_grad in m(δ), grad and G δ, against the formulas."""
     theta, as_params, logits, loss = flatten(config, params, batch)
     delta = np.random.default_rng(1).normal(size=theta.shape) / 10
 
@@ -289,7 +295,7 @@ def teach_one_step(logits, loss, theta):
 
     curvatures = jnp.linalg.eigvalsh(gauss_newton_matrix(logits, theta))
     zeros = jnp.sum(curvatures < 1e-12)
-    _, delta, _ = steps(logits, loss, theta)["Gauss-Newton"]
+    _, delta, _ = compute_steps(logits, loss, theta)["Gauss-Newton"]
     print(f"\n2. G is {P} x {P}. The largest of its eigenvalues is {curvatures[-1]:.4f};")
     print(f"   {zeros} are zero but for rounding.")
     print(f"   With λ = {DAMPING}, the step δ has length {jnp.linalg.norm(delta):.4f}.")
@@ -313,16 +319,25 @@ def teach_one_step(logits, loss, theta):
     return cg_distance, distances
 
 
+class Comparison(NamedTuple):
+    """What section 6 finds of a method."""
+
+    slope: jax.Array  # grad·δ, of its first step
+    curve: jax.Array  # the loss at θ_t + α δ, for each α of SHOWN
+    parabola: jax.Array  # the model m there
+    losses: list  # before and after each step in training
+
+
 def teach_comparison(logits, loss, theta):
-    """Prints section 6. Returns {method: (slope, losses and values of m for SHOWN, training)}."""
+    """Prints section 6. Returns {method: a Comparison}."""
     lowest = jnp.linalg.eigvalsh(jax.hessian(loss)(theta))[0]
     print(f"\n6. The smallest eigenvalue of the Hessian is {lowest:.4f}. The three steps compared:")
     print("                  slope     loss     α of the      loss after")
     print("                 grad·δ  at θ_t+δ  line search  15 such steps")
     results = {}
-    first = steps(logits, loss, theta)
+    steps = compute_steps(logits, loss, theta)
     for method in LOOKS:
-        C, delta, slope = first[method]
+        C, delta, slope = steps[method]
         curve = losses_along(loss, theta, delta, SHOWN)
         curvature = delta @ C @ delta
         parabola = curve[0] + slope * SHOWN + curvature / 2 * SHOWN**2
@@ -330,7 +345,7 @@ def teach_comparison(logits, loss, theta):
         alpha = line_search(loss, theta, delta)
         print(f"   {method:12}{slope:9.4f}{loss(theta + delta):10.4f}", end="")
         print(f"{alpha:13g}{losses[-1]:15.4f}")
-        results[method] = (slope, curve, parabola, losses)
+        results[method] = Comparison(slope, curve, parabola, losses)
     return results
 
 
@@ -339,7 +354,7 @@ def count_uphill(logits, loss):
     uphill = dict.fromkeys(LOOKS, 0)
     for seed in range(100):
         theta, _ = ravel_pytree(init(seed))
-        for method, (_, _, slope) in steps(logits, loss, theta).items():
+        for method, (_, _, slope) in compute_steps(logits, loss, theta).items():
             uphill[method] += int(slope > 0)
     return uphill
 
@@ -349,10 +364,10 @@ def draw(results):
     figure = Figure((9, 3.8), dpi=150, layout="constrained")
     left, right = figure.subplots(1, 2)
     for method, (color, marker) in LOOKS.items():
-        _, curve, parabola, losses = results[method]
-        left.plot(SHOWN, curve, color=color, marker=marker, markevery=[50])  # at α = 1
-        left.plot(SHOWN, parabola, "--", color=color)
-        right.plot(losses, color=color, marker=marker, label=method)
+        found = results[method]
+        left.plot(SHOWN, found.curve, color=color, marker=marker, markevery=[50])  # at α = 1
+        left.plot(SHOWN, found.parabola, "--", color=color)
+        right.plot(found.losses, color=color, marker=marker, label=method)
     left.axvline(1, color="lightgrey", zorder=0)
     left.set(title="Along the first step (dashed: the model)")
     left.set(xlabel="α", ylabel="loss at θ_t + α δ")
@@ -361,6 +376,13 @@ def draw(results):
     for ax in (left, right):
         ax.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+OWN_NETWORK = """
+8. For a network of your own, write the five functions of MLP, and give what holds them to
+   gn.Config as `model`. Its parameters must be a dict. `hidden` must not read "head".
+   Then gn.value_and_grad works. gn.update trains the network if `network` has a dtype: Muon takes
+   the parameters that are named as in model.MATRICES, and AdamW all others."""
 
 
 def teach(out):
@@ -378,22 +400,13 @@ def teach(out):
     draw(comparison).savefig(path)
     print(f"   {path} shows the loss along the three steps, and in training.")
 
-    print("\n7. How far gn.value_and_grad is from m(δ), grad and G δ written down, in proportion:")
+    print("\n7. The relative errors of gn.value_and_grad in m(δ), grad and G δ, by the formulas:")
     errors = {"MLP": errors_of_gn(CONFIG, init(SEED), make_batch())}
     errors["LLaMA"] = errors_of_gn(*make_llama())
     for name, (value, grad, G_delta) in errors.items():
         print(f"   {name:6} m(δ) {value:.0e}, grad {grad:.0e}, G δ {G_delta:.0e}")
 
-    print(
-        "\n8. For a network of your own, write the five functions of MLP, and give what holds them"
-    )
-    print(
-        "   to gn.Config as `model`. Its parameters must be a dict, in which only the functions of"
-    )
-    print('   the head read "head". Then gn.value_and_grad works. gn.update trains it, too, if')
-    print(
-        "   `network` has a dtype: Muon takes what is named as in model.MATRICES, AdamW all else."
-    )
+    print(OWN_NETWORK)
     return one_step, comparison, uphill, errors
 
 
