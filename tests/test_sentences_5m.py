@@ -536,39 +536,38 @@ def test_a_larger_batch_costs_as_much_at_5m_as_is_said():
 
 
 def test_a_larger_batch_takes_as_much_time_as_is_said():
-    """The seconds of the steps to 3.21, at the better learning rate."""
+    """The seconds of the steps to 3.21, at the better learning rate: a table, and sentences."""
     _, groups = groups_of("results/5m-batches.jsonl")
-    seconds = {}
+    seconds, first, cells = {}, {}, {}
     for group in groups.drop_duplicates(["method", "batch"]).itertuples():
         flags = {"method": group.method, "batch": group.batch, "lr": group.setting["lr"]}
         _, *rows = the_run_of("results/5m-batches.jsonl", **flags)["rows"]
+        first[group.method, group.batch] = rows[0]["seconds"]
+        cells[group.method, group.batch] = "not reached"
         reached = [row["val_loss"] <= 3.21 for row in rows]
         if any(reached):
             until = rows[: reached.index(True) + 1]
-            seconds[group.method, group.batch] = sum(row["seconds"] for row in until)
-    for method in ("gn", "gn_prox", "soap", "muon"):
-        of_method = {batch: seconds[name, batch] for name, batch in seconds if name == method}
-        assert min(of_method, key=of_method.get) == 393_216  # "take the least time"
+            total = sum(row["seconds"] for row in until)
+            seconds[group.method, group.batch] = total
+            cells[group.method, group.batch] = f"{total:.0f} ({until[-1]['step']})"
+
+    text = (pages.ROOT / "RESULTS.md").read_text(encoding="utf-8")
+    names = {"gn": "Gauss-Newton", "gn_prox": "GN-prox-linear", "muon": "Muon", "soap": "SOAP"}
+    batches = (393_216, 1_196_032, 3_997_696, 11_993_088)
+    for method, name in names.items():
+        line = " | ".join(cells[method, batch] for batch in batches)
+        assert f"| {name} | {line} |" in text
+        of_method = {batch: seconds[key, batch] for key, batch in seconds if key == method}
+        assert min(of_method, key=of_method.get) == batches[0]  # "take the least time"
+
     (words,) = words_of("RESULTS.md")
-    bound = seconds["muon", 16_384]
-    assert f"(With one inner batch for a step, Muon takes {bound:.0f} s.)" in words
-    gn, prox, muon, soap = (seconds[name, 393_216] for name in ("gn", "gn_prox", "muon", "soap"))
-    assert (
-        f"{gn:.0f} s with full Gauss-Newton, {prox:.0f} s with prox-linear, {muon:.0f} s" in words
-    )
-    assert f"with Muon and {soap:.0f} s with SOAP" in words
-    assert (
-        f"with batches of 400k, {gn:.0f} s against {soap:.0f} s (one seed; Muon {muon:.0f} s)"
-        in words
-    )
-    gn, prox = (seconds[name, 11_993_088] for name in ("gn", "gn_prox"))
-    assert f"full Gauss-Newton takes {gn:.0f} s and prox-linear {prox:.0f} s." in words
-    first = []
-    for method, lr in (("gn", 0.01), ("gn_prox", 0.01), ("muon", 0.02), ("soap", 0.005)):
-        flags = {"method": method, "batch": 393_216, "lr": lr}
-        first.append(the_run_of("results/5m-batches.jsonl", **flags)["rows"][1]["seconds"])
-    gn, prox, muon, soap = (f"{number:.1f}" for number in first)
-    assert f"compilation: {gn}, {prox}, {muon} and {soap} s of them." in words
+    gn, prox, muon, soap = (f"{first[method, batches[0]]:.1f}" for method in names)
+    assert f"compilation: {gn}, {prox}, {muon} and {soap} s at 400k" in words
+    assert f"for a step, Muon takes {seconds['muon', 16_384]:.0f} s." in words
+    assert round(seconds["muon", batches[0]] / seconds["gn_prox", batches[0]]) == 2  # "half"
+    gn, muon, soap = (f"{seconds[method, batches[0]]:.0f} s" for method in ("gn", "muon", "soap"))
+    assert f"with batches of 400k, {gn} against {soap} (one seed; Muon {muon})" in words
+    assert f"of which {first['soap', batches[0]]:.0f} s are SOAP's first step" in words
 
 
 def test_float32_makes_as_little_difference_as_is_said():
