@@ -27,10 +27,10 @@ def test_it_takes_so_many_steps_at_45m_to_the_target():
     assert f"{to_target}, and SOAP {range_of(steps['soap'])}." in readme
     to_soap = ratios_of(gn, steps["soap"])
     assert f"needs 10 or 11 steps**, {to_soap} times fewer than SOAP" in words
-    assert f"on `45m` {to_soap} at 4m |" in words
+    assert f"| full Gauss-Newton | SOAP | 5.4 | 4 | 3.6 to 4.2 | 5.7 to 6.5 | {to_soap} |" in words
     to_soap = ratios_of(prox, steps["soap"])
     assert f"**Prox-linear needs 7 or 8**, {to_soap} times fewer." in words
-    assert f"on `45m` {to_soap} at 4m |" in words
+    assert f"| 10.2 to 10.4 | {to_soap} |" in words
     assert "on `45m` it needs 7 or 8 steps in place of 10 or 11 |" in words
     assert max(prox) < min(gn)  # so the difference counts
     to_gn = extremes(np.array(prox) / np.array(gn))
@@ -59,7 +59,7 @@ def test_the_settings_at_45m_do_as_is_said():
     gn = the_run_of(file, method="gn", **flags)["rows"]
     ratio = f"{muon[1] / gn[-1]['step']:.1f}"
     assert f"Muon needs {muon[1]} steps**, {ratio} times as many as full Gauss-Newton" in words
-    assert f"{ratio} on `45m` at 4m, with one seed |" in words
+    assert f"| full Gauss-Newton | Muon | 16 | - | - | 7.8 to 9.0 | {ratio}, one seed |" in words
 
     layerwise = the_run_of(file, method="layerwise_gn", lr=0.01)["rows"]
     assert f"is at {layerwise[12]['val_loss']:.3f} after its 12 steps." in words

@@ -141,12 +141,12 @@ def test_it_takes_so_many_steps_of_12m_tokens_to_the_target():
     prox_to_soap = ratios_of(steps["gn_prox"], steps["soap"])
     prox_to_muon = ratios_of(steps["gn_prox"], steps["muon"])
     assert f"{prox_to_soap} times fewer than SOAP, and {prox_to_muon} times fewer than" in words
-    assert f"2.8 at 4m (5 with an average, one seed), and {prox_to_soap} at 12m;" in words
+    assert f"| 2.8; with an average 5, one seed | {prox_to_soap} |" in words
     gn_to_soap = ratios_of(steps["gn"][:3], steps["soap"])
     gn_to_muon = ratios_of(steps["gn"][:3], steps["muon"])
     assert f"{gn_to_soap} times fewer than SOAP, and {gn_to_muon} times fewer than" in words
-    assert f"on `5m` 3.6 to 4.2 at 4m, and {gn_to_soap} at 12m;" in words
-    assert f"fewer than Muon? | 16 | {gn_to_muon} on `5m` at 12m;" in words
+    assert f"| full Gauss-Newton | SOAP | 5.4 | 4 | 3.6 to 4.2 | {gn_to_soap} |" in words
+    assert f"| full Gauss-Newton | Muon | 16 | - | - | {gn_to_muon} |" in words
     assert f"where full Gauss-Newton needs {np.mean(steps['gn'][:3]):.2f} steps on average" in words
     for name in ("soap", "muon"):  # the other three seeds are within these ranges
         ratios = [many / few for few, many in zip(steps["gn"][:3], steps[name], strict=True)]
@@ -255,6 +255,7 @@ def test_layerwise_takes_so_many_steps_of_12m_tokens():
     (words,) = words_of("RESULTS.md")
     assert f"needs 10 at every seed**: {to_gn} times as many as full" in words
     assert f"and {ratios_of(layerwise, soap)} times fewer than SOAP. The paper has 1.4" in words
+    assert f"| layerwise | SOAP | 3.4 | 4 | 5 | {ratios_of(layerwise, soap)} | - |" in words
     assert f"but it ends higher on both; {to_gn} at 12m, which is mostly one step;" in words
     apart = [many - few for many, few in zip(layerwise, gn[:3], strict=True)]
     assert "at two of the three seeds it is one step" in words
@@ -449,7 +450,9 @@ def test_six_methods_at_5m_end_as_is_said():
     least, most = min(ratios["gn_prox"]), max(ratios["layerwise_gn"])
     assert f"in {least:.1f} to {most:.0f} times fewer steps." in words
     of_gn = f"{min(ratios['gn']):.1f} to {max(ratios['gn']):.1f}"
-    assert f"on `5m` {of_gn} at 4m," in words and f"on `5m` {least:.1f} at 4m (5" in words
+    assert f"| full Gauss-Newton | SOAP | 5.4 | 4 | {of_gn} |" in words
+    assert f"| prox-linear | SOAP | - | 3.3 to 4 | {least:.1f}; with an average 5" in words
+    assert {*ratios["layerwise_gn"]} == {5} and "| layerwise | SOAP | 3.4 | 4 | 5 |" in words
     assert min(ratios["layerwise_gn"]) > max(ratios["gn"])  # "fewer on `5m` at 4m"
     assert groups.highest.gn_prox < groups.lowest.gn  # both differences count
     assert groups.highest.gn < groups.lowest.layerwise_gn
