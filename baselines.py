@@ -44,9 +44,10 @@ class Config:
     lr: float = 0.003
     schedule: str = "cosine"  # cosine | constant, over the run (App. H; constant with --average)
     warmup: float = 0.0  # fraction of the run in which lr rises linearly (Appendix H: 0 or 0.1)
-    warmup_steps: int = 0  # the same as a number of updates, in place of --warmup; 0 = as that says
+    warmup_steps: int = 0  # the same as a number of updates, in place of --warmup; 0 = use --warmup
     weight_decay: float = 0.0  # decay of every matrix, times lr, per update (App. H: 0 to 0.1)
-    # decay τ of the weight average, per update, evaluated in place of θ (Appendix H: 0.3 to 0.99)
+    # decay τ of the weight average, per update, evaluated in place of θ (Appendix H: 0.3 to 0.99);
+    # 0 = no average
     average: float = 0.0
     # largest gradient norm; with Muon, of embedding and head, and of all else; 0 = no limit
     clip: float = 1.0
@@ -109,7 +110,9 @@ class SOAP(Config):
 
     lr: float = 0.03  # peak learning rate, per update (Appendix H: 0.01, 0.03 or 0.1)
     b1: float = 0.9  # decay of the running mean of g, per update (Appendix H: 0.7 to 0.95)
-    b2: float = 0.9  # decay of g²'s and of Shampoo's factors, per update (Appendix H: 0.7 to 0.95)
+    # decay of the running mean of g² in the eigenbasis, and of Shampoo's factors, per update
+    # (Appendix H: 0.7 to 0.95)
+    b2: float = 0.9
     frequency: int = 1  # updates from one refresh of the eigenvectors to the next (Appendix H: 1)
     largest: int = 10_000  # a side of a matrix that is longer than this is not rotated
 
@@ -137,7 +140,7 @@ class State(NamedTuple):
 
 
 def init(params, config):
-    """State at the first step, from copies of the parameters, as `accumulate` overwrites it."""
+    """State at the first step, from copies of the parameters, as `accumulate` overwrites them."""
     average = jax.tree.map(jnp.copy, params) if config.average else None
     opt = config.optimizer(0.0).init(params)
     t, k = jnp.zeros((2,), jnp.int32)
@@ -148,7 +151,10 @@ def init(params, config):
 
 @on_gpu(loss_and_gradient_kernel)
 def loss_and_gradient(network, z, y):
-    """The cross-entropy and its gradient in the logits [c, V], rounded for the products to come."""
+    """The cross-entropy, summed over c tokens, and its gradient in the logits z [c, V].
+
+    The gradient is rounded for the products to come.
+    """
     loss, g = jax.value_and_grad(model.cross_entropy)(z, y)
     return loss, rounded(network, g)
 
@@ -227,7 +233,8 @@ def update(state, batches, fresh, config, watch=lambda state: None):
     before the step, in nats per token, and lr. Like gn.update it deletes the state it is given.
     """
     for k in range(int(state.k), config.inner_steps):
-        # From the host in each call: else `accumulate` is compiled again for one from the devices.
+        # Always a number of the host: if it were also one of the devices, `accumulate` would be
+        # compiled twice.
         state = state._replace(k=np.int32(k))
         state = accumulate(state, batches(k), config)
         watch(state)

@@ -14,6 +14,9 @@ up, and again on the way down, a layer costs one multiply-add per weight and tok
 that passes it, and about two for the stream that starts in it. For the model `150m` this costs
 about 4 gradients of gn.py; its 14 layers one by one would cost 14.
 
+With `--objective exact` each layer keeps the exact loss, as in gn_prox.py: the terms of the sum are
+ℓ(z + v_l) - ℓ(z). What is said of L2 below holds for it, too.
+
 All the rest is gn.py. Muon treats each matrix by itself, and Adam each number, so one inner iterate
 and one optimizer serve all layers. Only clipping must know them: as if each layer were trained
 alone, its gradient is clipped by its own norm.
@@ -147,10 +150,10 @@ def value_and_grad(theta0, delta, tokens, config, objective=None):
 
 
 def linear_maps(network, p, h):
-    """The output of a layer with input h; its two maps up, and its two maps down.
+    """The output of a layer with input h, [B, T, D], and its linear maps there.
 
-    Up: from a change of its parameters, and from one of its input, to that of its output. Down:
-    from a cotangent of its output to that of its parameters, and to that of its input.
+    from_params, from_input: a change of the parameters, or of the input -> that of the output
+    to_params, to_input: a cotangent of the output -> that of the parameters, or of the input
     """
     output, pull = jax.vjp(partial(layer, network), p, h)
 
@@ -161,26 +164,27 @@ def linear_maps(network, p, h):
         return pull(u)[1]
 
     # The transpose of a pullback is a pushforward: (Jᵀ)ᵀ = J. So one vjp gives all four maps.
-    own = transpose(to_params, output)
-    through = transpose(to_input, output)
-    return output, own, through, to_params, to_input
+    from_params = transpose(to_params, output)
+    from_input = transpose(to_input, output)
+    return output, from_params, from_input, to_params, to_input
 
 
 def up(network, theta0, delta, x):
     """What the head reads, h [B, T, D]; how each layer's δ_l alone changes it; and the pullbacks.
 
-    The changes are streams, stacked: [L+1, B, T, D]. Each layer, the lowest first, has a pair of
-    pullbacks: from its output to its parameters, and from its output to its input.
+    The changes are streams, stacked, [L+1, B, T, D]: that of the embedding, and those of the L
+    blocks; `across` makes that of the head. Each layer, the lowest first, has a pair of pullbacks:
+    from its output to its parameters, and from its output to its input.
     """
     h = x
     pullbacks = []
     layers = zip(split(theta0), split(delta), strict=True)
     for i, (p, dp) in enumerate(layers):
-        h, own, through, to_params, to_input = linear_maps(network, p, h)
+        h, from_params, from_input, to_params, to_input = linear_maps(network, p, h)
         if i == 0:  # now the shape of h is known
             streams = jnp.zeros((network.n_layers + 1, *h.shape), h.dtype)
-        streams = map_first(through, streams, i)
-        streams = streams.at[i].set(own(dp))
+        streams = map_first(from_input, streams, i)
+        streams = streams.at[i].set(from_params(dp))
         pullbacks.append((to_params, to_input))
     return h, streams, pullbacks
 

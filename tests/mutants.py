@@ -136,10 +136,10 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("gn_prox.py", "a line search by default", "line_search: int = 0", "line_search: int = 5"),
     ("gn_prox.py", "Gauss-Newton's schedule by default", 'schedule: str = "global cosine"', 'schedule: str = "constant+inner cosine"'),
     # layerwise_gn.py
-    ("layerwise_gn.py", "layers 10 and 11 with layer 1, as by prefix", "streams.at[i].set(own(dp))", "streams.at[i if i < 10 else 1].add(own(dp))"),
+    ("layerwise_gn.py", "layers 10 and 11 with layer 1, as by prefix", "streams.at[i].set(from_params(dp))", "streams.at[i if i < 10 else 1].add(from_params(dp))"),
     ("layerwise_gn.py", "a stream pulled one layer short", "map_first(to_input, cotangents, i)", "map_first(to_input, cotangents, max(i - 1, 0))"),
-    ("layerwise_gn.py", "a stream pushed one layer short", "map_first(through, streams, i)", "map_first(through, streams, max(i - 1, 0))"),
-    ("layerwise_gn.py", "a block's δ dropped", "streams.at[i].set(own(dp))", "streams.at[i].set(0 * own(dp))"),
+    ("layerwise_gn.py", "a stream pushed one layer short", "map_first(from_input, streams, i)", "map_first(from_input, streams, max(i - 1, 0))"),
+    ("layerwise_gn.py", "a block's δ dropped", "streams.at[i].set(from_params(dp))", "streams.at[i].set(0 * from_params(dp))"),
     ("layerwise_gn.py", "the head's δ dropped", "objective(z, v_head, y)", "objective(z, 0 * v_head, y)"),
     ("layerwise_gn.py", "the head's δ in the gradient below it too", "for_each_stream(z, v, y)", "for_each_stream(z, v + v_head[None], y)"),
     ("layerwise_gn.py", "the loss at θ_t counted once a layer", "jnp.sum(L2s - ell)", "jnp.sum(L2s)"),

@@ -54,7 +54,7 @@ def test_the_settings_at_45m_do_as_is_said():
 
     muon = [steps_of("muon", lr) for lr in (0.01, 0.02)]
     soap = [steps_of("soap", lr) for lr in (0.003, 0.005)]
-    assert f"{soap[0]}, then {soap[1]} with SOAP, and {muon[0]}, then {muon[1]} with Muon" in words
+    assert f"SOAP {soap[0]} and {soap[1]}, Muon {muon[0]} and {muon[1]}." in words
     flags = {"lr": 0.01, "schedule": "global cosine", "line_search": 5}
     gn = the_run_of(file, method="gn", **flags)["rows"]
     ratio = f"{muon[1] / gn[-1]['step']:.1f}"
@@ -99,7 +99,7 @@ def test_a_run_at_45m_takes_as_much_time_and_energy_as_is_said():
     of_gn = f"full Gauss-Newton takes {costs['gn']}, prox-linear {costs['gn_prox']}"
     assert f"{of_gn}, SOAP {costs['soap']}." in words
     gn, prox, soap = (f"{number:.1f}" for number in of_a_step.values())
-    assert f"A step takes {gn}, {prox} and {soap} s." in words
+    assert f"A step takes {gn}, {prox} and {soap} s, in this order." in words
     of_both = f"{range_of(seconds['gn'])} s against {range_of(seconds['soap'])} s |"
     assert f"on `45m` {of_both}" in words
     assert round(np.mean(seconds["soap"]) / np.mean(seconds["gn"])) == 2  # "about half"
