@@ -86,7 +86,7 @@ class Config(BaseConfig):
         super().__post_init__()
         if self.average is None:
             object.__setattr__(self, "average", 0.0 if self.line_search else 0.999)
-        # JAX also rebuilds a Config with tracers for its floats, when this was settled before.
+        # JAX also makes copies of a Config, with tracers for floats. There, this is done already.
         is_number = isinstance(self.inner_warmup, int | float)
         if is_number and self.schedule != "constant+inner cosine":
             object.__setattr__(self, "inner_warmup", 0.0)

@@ -4,8 +4,8 @@
     Muon:   θ - lr √max(1, out/in) U Vᵀ       U S Vᵀ: the running mean of a matrix's gradient
     SOAP:   θ - lr Q_L (m' / √v) Q_Rᵀ         Adam in the eigenbases Q of Shampoo's factors
 
-Each rule also subtracts lr · weight_decay · θ from every matrix: the W of AdamW. Not shown, too,
-are the bias corrections, and the 1e-8 that is added to √v. The section on SOAP has its letters.
+Each rule also subtracts lr · weight_decay · θ from every matrix: the W of AdamW. Bias corrections
+are left out here, and so is the 1e-8 that is added to √v. The section on SOAP explains its letters.
 
 An optax transformation is a pair of functions. `init(params)` returns its state;
 `update(grads, state, params)` returns the step, to be added to the parameters, and the next state.

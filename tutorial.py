@@ -343,8 +343,8 @@ def teach_comparison(logits, loss, theta):
         parabola = curve[0] + slope * SHOWN + curvature / 2 * SHOWN**2
         losses = train(logits, loss, theta, method)
         alpha = line_search(loss, theta, delta)
-        print(f"   {method:12}{slope:9.4f}{loss(theta + delta):10.4f}", end="")
-        print(f"{alpha:13g}{losses[-1]:15.4f}")
+        end = loss(theta + delta)
+        print(f"   {method:12}{slope:9.4f}{end:10.4f}{alpha:13g}{losses[-1]:15.4f}")
         results[method] = Comparison(slope, curve, parabola, losses)
     return results
 
@@ -400,7 +400,7 @@ def teach(out):
     draw(comparison).savefig(path)
     print(f"   {path} shows the loss along the three steps, and in training.")
 
-    print("\n7. The relative errors of gn.value_and_grad in m(δ), grad and G δ, by the formulas:")
+    print("\n7. Relative errors of gn.value_and_grad, against the formulas for m(δ), grad and G δ:")
     errors = {"MLP": errors_of_gn(CONFIG, init(SEED), make_batch())}
     errors["LLaMA"] = errors_of_gn(*make_llama())
     for name, (value, grad, G_delta) in errors.items():

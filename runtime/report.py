@@ -212,7 +212,11 @@ def grid(runs, results):
     the grid varies have a column.
     """
     given = runs[0].given  # each run has these, as they come from one command line
-    varied = [name for name in given if len({run.given[name] for run in runs}) > 1]
+    varied = []
+    for name in given:
+        values = {run.given[name] for run in runs}
+        if len(values) > 1:
+            varied.append(name)
 
     lines = []
     ranked = sorted(zip(runs, results, strict=True), key=lambda pair: rank(*pair))

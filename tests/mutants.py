@@ -584,7 +584,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("runtime/report.py", "tokens of the line search taken for all", "{last['tokens']:,} tokens, {last['tokens_line_search']:,} of", "{last['tokens_line_search']:,} tokens, {last['tokens']:,} of"),
     ("train.py", "every run is new", '    if state is None:\n        return "resumes', '    if True:\n        return "resumes'),
     ("train.py", "a finished run resumes", '    if state.t == run.last_step or reached(run.config.target_loss, rows):', '    if False:'),
-    ("runtime/report.py", "columns for flags that do not differ", 'len({run.given[name] for run in runs}) > 1]', 'len({run.given[name] for run in runs}) > 0]'),
+    ("runtime/report.py", "columns for flags that do not differ", "if len(values) > 1:", "if len(values) > 0:"),
     ("runtime/report.py", "a flag changed without a word", "        if value == asked:\n", "        if True:\n"),
     ("runtime/report.py", "no word about memory", "    if memory_needed is not None:\n", "    if False:\n"),
     ("runtime/report.py", "the sequences of all devices for those of each", "share = run.config.inner_batch // run.mesh.size", "share = run.config.inner_batch"),
