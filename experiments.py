@@ -345,9 +345,9 @@ EXPERIMENTS["5m-batches"] = Experiment(
 """,
 )
 
-# ---- 45m, with batches of 4m tokens --------------------------------------------------------------
+# ---- 45m, with batches of 4m or 12m tokens -------------------------------------------------------
 
-FORTY_FIVE_M = "--model 45m --batch 4m --warmup-tokens 15m --target-loss 4.1 --dtype bfloat16"
+FORTY_FIVE_M = "--model 45m --warmup-tokens 15m --target-loss 4.1 --dtype bfloat16"
 
 FORTY_FIVE_M_GN = "--method gn --line-search-tokens 500k"
 FORTY_FIVE_M_PROX = "--method gn_prox --average 0.99"
@@ -358,7 +358,7 @@ FORTY_FIVE_M_MUON = "--method muon --schedule constant --warmup-steps 5 --averag
 # The target was a guess at what full Gauss-Newton reaches in 12 steps.
 EXPERIMENTS["45m-grids"] = Experiment(
     "With which setting does each method need the fewest steps of 4m tokens to a loss of 4.1?",
-    FORTY_FIVE_M,
+    f"{FORTY_FIVE_M} --batch 4m",
     f"""
 {FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.006,0.01
 {FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.01,0.015 --line-search 10
@@ -378,11 +378,23 @@ EXPERIMENTS["45m-grids"] = Experiment(
 
 EXPERIMENTS["45m"] = Experiment(
     "How many steps of 4m tokens does each method need to a loss of 4.1, with other seeds?",
-    f"{FORTY_FIVE_M} --seed 1,2,3",
+    f"{FORTY_FIVE_M} --batch 4m --seed 1,2,3",
     f"""
 {FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.01
 {FORTY_FIVE_M_PROX} --steps 12 --lr 0.01
 {FORTY_FIVE_M_SOAP} --lr 0.005
+""",
+)
+
+EXPERIMENTS["45m-12m-grids"] = Experiment(
+    "With which setting does each method need the fewest steps of 12m tokens to a loss of 4.1?",
+    f"{FORTY_FIVE_M} --batch 12m",
+    f"""
+{FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 9 --lr 0.01
+{FORTY_FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.003,0.006
+{FORTY_FIVE_M_PROX} --steps 6 --lr 0.006,0.01
+{FORTY_FIVE_M_SOAP} --lr 0.005,0.008
+{FORTY_FIVE_M_MUON} --lr 0.02,0.03
 """,
 )
 
