@@ -256,8 +256,8 @@ EXPERIMENTS["5m-12m-grids"] = Experiment(
 {FIVE_M_LAYERWISE} --schedule 'constant+inner cosine' --steps 10 --lr 0.003,0.006,0.01
 {FIVE_M_SOAP} --steps 100 --lr 0.003,0.005,0.01
 {FIVE_M_MUON} --average 0.4 --steps 120 --lr 0.02,0.03,0.045
---method soap --schedule cosine --warmup-steps 5 --steps 45 --lr 0.005
---method muon --schedule cosine --warmup-steps 5 --steps 60 --lr 0.03
+--method soap --schedule cosine --warmup-steps 5 --steps 45,50 --lr 0.005
+--method muon --schedule cosine --warmup-steps 5 --steps 60,68 --lr 0.03
 """,
 )
 

@@ -3,9 +3,9 @@
     {"config": {..}, "about": {..}, "columns": {"step": [0, 1, ..], "val_loss": [2.37, 2.29, ..]}}
 
 config and about are what config.json of the run's folder holds. Of the text's path only the last
-part is kept. columns are the rows of its log.jsonl, with six digits of each number, but three of
-those that are ROUGH. Each name stands there once, and not in every row, which halves the file. What
-a row lacks is null.
+part is kept. columns are the rows of its log.jsonl, with fewer digits of each number, as `shorten`
+says. Each name stands there once, and not in every row, which halves the file. What a row lacks is
+null.
 """
 
 import itertools
@@ -19,7 +19,7 @@ START = b'{"config":'  # of each line
 
 # Numbers whose names begin so keep three digits. No more are ever shown of times, energies and
 # norms; lr follows from the schedule, and val_bpb from the loss.
-ROUGH = ("seconds", "input_wait", "joules", "norm_", "lr", "val_bpb")
+ROUGH = ("seconds", "joules", "norm_", "lr", "val_bpb")
 
 
 def is_packed(path):
@@ -113,20 +113,25 @@ def format_line(run):
 
 
 def shorten(run):
-    """A run without the nulls in its rows, and with fewer digits of its numbers."""
+    """A run without what its rows need not say, and with fewer digits of its numbers.
+
+    Nulls are left out, and `refused` where no step was. Numbers keep six digits, those that are
+    ROUGH three. `input_wait` is rounded to a hundredth of a second.
+    """
     rows = []
     for row in run["rows"]:
-        numbers = {}
-        for name, value in row.items():
-            digits = 3 if name.startswith(ROUGH) else 6
-            if value is not None:
-                numbers[name] = shorten_number(value, digits)
-        rows.append(numbers)
+        says = {name: value for name, value in row.items() if value is not None}
+        if not says.get("refused"):
+            says.pop("refused", None)
+        rows.append({name: shorten_number(name, value) for name, value in says.items()})
     return run | {"rows": rows}
 
 
-def shorten_number(value, digits):
-    """A number that is not whole with so many digits; anything else as it is."""
+def shorten_number(name, value):
+    """A number of a row with fewer digits if it is not whole; anything else as it is."""
     if not isinstance(value, float):
         return value
+    if name == "input_wait":
+        return round(value, 2)
+    digits = 3 if name.startswith(ROUGH) else 6
     return float(f"{value:.{digits}g}")

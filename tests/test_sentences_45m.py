@@ -48,18 +48,35 @@ def test_the_settings_at_45m_do_as_is_said():
     (words,) = words_of("RESULTS.md")
 
     def steps_of(method, lr):
-        run = the_run_of(file, method=method, lr=lr)
+        run = the_run_of(file, method=method, lr=lr, schedule="constant")
         assert run["rows"][-1]["val_loss"] <= 4.1
         return run["rows"][-1]["step"]
 
-    muon = [steps_of("muon", lr) for lr in (0.01, 0.02)]
-    soap = [steps_of("soap", lr) for lr in (0.003, 0.005)]
-    assert f"SOAP {soap[0]} and {soap[1]}, Muon {muon[0]} and {muon[1]}." in words
-    flags = {"lr": 0.01, "schedule": "global cosine", "line_search": 5}
-    gn = the_run_of(file, method="gn", **flags)["rows"]
-    ratio = f"{muon[1] / gn[-1]['step']:.1f}"
-    assert f"Muon needs {muon[1]} steps**, {ratio} times as many as full Gauss-Newton" in words
+    muon = [steps_of("muon", lr) for lr in (0.01, 0.02, 0.03)]
+    soap = [steps_of("soap", lr) for lr in (0.003, 0.005, 0.008)]
+    assert f"SOAP needs {soap[0]}, {soap[1]} and {soap[2]} steps at 0.003" in words
+    assert f"and Muon {muon[0]}, {muon[1]} and {muon[2]} at 0.01" in words
+    gn = the_run_of(file, method="gn", lr=0.01, line_search=5, steps=12)["rows"]
+    ratio = f"{muon[2] / gn[-1]['step']:.1f}"
+    assert f"Muon needs {muon[2]} steps**, {ratio} times as many as full Gauss-Newton" in words
     assert f"| full Gauss-Newton | Muon | 16 | - | - | 7.8 to 9.0 | {ratio}, one seed |" in words
+    read = the_run_of(file, method="muon", lr=0.03)["rows"][-1]["tokens"]
+    assert read > 184e6  # "read some of the text twice"
+
+    falling, steady = [], []
+    for method, lr, steps in (("soap", 0.005, 30), ("muon", 0.02, 40)):
+        falls = the_run_of(file, method=method, lr=lr, schedule="cosine")["rows"]
+        stays = the_run_of(file, method=method, lr=lr, schedule="constant")["rows"]
+        assert falls[-1]["step"] == stays[steps]["step"] == steps
+        falling.append(f"{falls[-1]['val_loss']:.3f}")
+        steady.append(f"{stays[steps]['val_loss']:.3f}")
+    ends = f"ends at {falling[0]}, and Muon planned for 40 at {falling[1]}."
+    assert f"SOAP planned for 30 steps {ends}" in words
+    assert f"without it, they are at {steady[0]} and {steady[1]}." in words
+
+    assert f"{len(runs_of(file, method='gn'))} of full Gauss-Newton were tried, 4 of" in words
+    tried = [len(runs_of(file, method=method)) for method in ("gn_prox", "soap", "muon")]
+    assert f"{tried[0]} of prox-linear, {tried[1]} of SOAP, {tried[2]} of Muon" in words
 
     layerwise = the_run_of(file, method="layerwise_gn", lr=0.01)["rows"]
     assert f"is at {layerwise[12]['val_loss']:.3f} after its 12 steps." in words
@@ -85,6 +102,47 @@ def test_the_inner_loops_at_45m_go_as_far_as_is_said():
     highest = max(row["loss_at_1"] for row in slow)
     assert f"it is at most {highest:.1f} there, and the line search takes half" in words
     assert [row["alpha"] for row in slow[:9]] == 9 * [0.5]
+
+    file = "results/45m-grids.jsonl"
+    ten = the_run_of(file, method="gn", lr=0.01, line_search=10)["rows"]
+    assert round(ten[1]["alpha"], 2) == 0.18 and ten[-1]["step"] == 10
+    assert "the line search takes 0.18 at first, and the run needs 10 steps as before." in words
+    larger = the_run_of(file, method="gn", lr=0.015)["rows"]
+    assert larger[1]["alpha"] == 0.125 and larger[-1]["step"] == 11
+    assert "it takes 0.125 at first, and the run needs 11." in words
+
+
+def test_the_runs_at_45m_with_12m_tokens_do_as_is_said():
+    """With seed 0."""
+    file = "results/45m-12m-grids.jsonl"
+    (words,) = words_of("RESULTS.md")
+    assert steps_by_seed(file, [0, 0], 4.1, method="gn_prox") == [4, 4]
+    at_4m = the_run_of("results/45m-grids.jsonl", method="gn_prox", lr=0.01, steps=12)
+    assert at_4m["rows"][-1]["step"] == 7
+    costs = {costs_of(run) for run in runs_of(file, method="gn_prox")}
+    (at_12m,) = costs  # of both runs, as they are rounded
+    assert f"Each of the two runs takes {at_12m}; the one with batches" in words
+    assert f"with batches of 4m takes {costs_of(at_4m)}." in words
+
+    gn = the_run_of(file, method="gn")["rows"]
+    assert [row["alpha"] == 0 for row in gn[1:]] == 5 * [True] + 4 * [False]
+    assert f"and the run ends at {gn[-1]['val_loss']:.3f}." in words
+    small = the_run_of("results/45m-grids.jsonl", method="gn", lr=0.01, line_search=5, steps=12)
+    at_theta = [f"{rows[1]['loss_at_1']:.0f}" for rows in (gn, small["rows"])]
+    ends = f"is {at_theta[0]} after the first inner loop, and {at_theta[1]} with batches of 4m."
+    assert f"the loss at θ {ends}" in words
+    quarter, start = gn[1]["loss_at_0.25"], gn[1]["loss_at_0"]
+    assert f"it is still {quarter:.1f}, where the start has {start:.1f}." in words
+    (tuning,) = words_of("docs/tuning.md")
+    assert f"9 planned steps it ends at {gn[-1]['val_loss']:.3f}, above the target." in tuning
+
+
+def costs_of(run):
+    """The seconds, the energy and the tokens of a run, as the page says them."""
+    seconds = sum_of_steps(run, "seconds")
+    kilojoules = sum_of_steps(run, "joules") / 1000
+    tokens = run["rows"][-1]["tokens"] / 1e6
+    return f"{seconds:.0f} s and {kilojoules:.0f} kJ, and reads {tokens:.0f}m tokens"
 
 
 def test_a_run_at_45m_takes_as_much_time_and_energy_as_is_said():

@@ -261,7 +261,7 @@ def test_layerwise_takes_so_many_steps_of_12m_tokens():
     assert "at two of the three seeds it is one step" in words
     assert sorted(apart) == [1, 1, 2]
     tried = runs_of("results/5m-12m-grids.jsonl", method="layerwise_gn")
-    assert f"7 of prox-linear, {len(tried)} of the layerwise form, and 2 each" in words
+    assert f"7 of prox-linear, {len(tried)} of the layerwise form, and 4 each" in words
     ends = {run["config"]["lr"]: run["rows"][-1] for run in tried}
     assert ends[0.006]["step"] == ends[0.01]["step"] == 9
     lower = ends[0.006]["val_loss"] - ends[0.01]["val_loss"]
@@ -276,6 +276,26 @@ def test_so_many_settings_of_gauss_newton_were_tried_at_12m_tokens():
     (words,) = words_of("RESULTS.md")
     assert f"(`5m-12m-grids`): {len(runs)} of full Gauss-Newton were tried" in words
     assert f"ten settings need {best} steps, and none needs fewer" in words
+
+
+def test_a_falling_learning_rate_does_as_is_said_of_soap_and_muon_at_12m_tokens():
+    """With seed 0."""
+    file = "results/5m-12m-grids.jsonl"
+    ends = {}
+    for method, lr in (("soap", 0.005), ("muon", 0.03)):
+        assert len(runs_of(file, method=method)) == 4
+        stays = the_run_of(file, method=method, lr=lr, schedule="constant")["rows"][-1]
+        assert stays["val_loss"] <= 3.21
+        falls = runs_of(file, method=method, schedule="cosine", average=0.0)
+        longest = max(falls, key=lambda run: run["config"]["steps"])["rows"][-1]
+        assert longest["step"] >= stays["step"]
+        ends[method] = (longest["step"], f"{longest['val_loss']:.3f}", stays["step"])
+    planned, loss, steps = ends["soap"]
+    (words,) = words_of("RESULTS.md")
+    of_soap = f"SOAP planned for {planned} steps ends at {loss}, where it is below 3.21 after"
+    assert f"{of_soap} {steps} with a learning rate that stays" in words
+    planned, loss, steps = ends["muon"]
+    assert f"Muon planned for {planned} ends at {loss}, where {steps} are enough." in words
 
 
 def test_a_run_made_again_on_another_machine_is_as_different_as_is_said():

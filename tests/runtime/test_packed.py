@@ -26,6 +26,12 @@ def test_a_packed_run_has_six_digits_of_a_loss_and_three_of_the_seconds():
     assert packed.shorten(packed_run) == packed_run
 
 
+def test_a_packed_run_says_how_many_steps_were_refused_and_not_that_none_was():
+    rows = [{"refused": 0, "input_wait": 0.0357}, {"refused": 2, "input_wait": 12.3456}]
+    packed_run = packed.shorten({"config": {}, "about": {}, "rows": rows})
+    assert packed_run["rows"] == [{"input_wait": 0.04}, {"refused": 2, "input_wait": 12.35}]
+
+
 def test_a_run_of_a_file_that_has_more_digits_is_not_added_again(tmp_path):
     run = {"config": {}, "about": {}, "rows": [{"step": 0, "seconds": 13.814938}]}
     file = tmp_path / "old.jsonl"
