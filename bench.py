@@ -27,9 +27,9 @@ import baselines
 import gn
 import model
 from kernels import choice
+from recipe import METHODS
 from runtime import checkpoint, flags, parallel
 from runtime.command import blaming_input, check_stopped, command
-from train import METHODS
 
 
 @dataclass(frozen=True)

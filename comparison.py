@@ -37,9 +37,9 @@ import pandas as pd
 
 import baselines
 import gn
+from recipe import METHODS, valid_flags
 from runtime import checkpoint, files, packed
 from runtime.command import say
-from train import METHODS, valid_flags
 
 # The columns of a log that are read.
 MEASURED = ["step", "tokens", "tokens_line_search", "val_loss", "alpha", "seconds", "joules"]

@@ -30,6 +30,7 @@ import jax
 
 import comparison
 import data
+import recipe
 import stand_ins
 import train
 from runtime import files, flags, packed, parallel
@@ -400,7 +401,7 @@ EXPERIMENTS["45m-12m-grids"] = Experiment(
 
 
 # Flags that do not count where a saved run is compared with a command. Of a text, its hash counts.
-NOT_COMPARED = (*train.MAY_DIFFER, "data", "save_every")
+NOT_COMPARED = (*recipe.MAY_DIFFER, "data", "save_every")
 
 
 # ---- what there is to do -------------------------------------------------------------------------
@@ -410,7 +411,7 @@ class Job(NamedTuple):
     """A run of an experiment, which can be trained."""
 
     words: list  # the command line of train.py
-    run: Any  # the train.Run that they describe
+    run: Any  # the recipe.Run that they describe
     program: Any  # the module whose main trains it
 
 
@@ -432,7 +433,7 @@ def jobs_of(name, text=None):
         if text:
             words += ["--data", text]
         for words_of_run in flags.expand(words):
-            run = train.configure(words_of_run, home=f"runs/{name}")
+            run = recipe.configure(words_of_run, home=f"runs/{name}")
             folder = run.config.out
             # A run that two commands describe is one Job.
             words_of_run = [*words_of_run, "--out", folder]
@@ -454,7 +455,7 @@ def find_missing(jobs, saved_runs):
 
 def is_same(saved, run):
     """Whether a packed run was made with the flags of a Run that count."""
-    flags_then = train.defaults_of(run) | saved["config"]
+    flags_then = recipe.defaults_of(run) | saved["config"]
     flags_now = flags_that_count(run)
     return all(flags_then.get(name) == value for name, value in flags_now.items())
 

@@ -54,10 +54,10 @@ import baselines
 import comparison
 import gn
 import pages
+from recipe import METHODS
 from runtime import files, flags
 from runtime.command import BadInput, blaming_input, command, say
 from tables import format_count, format_number, tabulate
-from train import METHODS
 
 # The looks of the methods, in the order of METHODS. The colours are Okabe and Ito's, which people
 # with any colour vision can tell apart.

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 import gn
 import gn_prox
+import recipe
 import train
 from gn import init, lower  # noqa: F401  both are as there
 from line_search import between
@@ -92,12 +93,12 @@ def main(words):
     """Runs the command line of train.py, with this file in the place of gn.py."""
     with blaming_input():
         flags.peek(words, "method", "gn", valid=["gn"])  # raises ValueError for another
-    plain = train.METHODS["gn"]
-    train.METHODS["gn"] = plain._replace(module=sys.modules[__name__], Config=Config)
+    plain = recipe.METHODS["gn"]
+    recipe.METHODS["gn"] = plain._replace(module=sys.modules[__name__], Config=Config)
     try:
         return train.main([*words, "--method", "gn"])
     finally:
-        train.METHODS["gn"] = plain
+        recipe.METHODS["gn"] = plain
 
 
 if __name__ == "__main__":

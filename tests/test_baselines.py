@@ -17,7 +17,7 @@ from test_gn import add, close, flat, half_cosine, sizes
 
 import baselines
 import optimizers
-import train
+import recipe
 
 ALL = (baselines.AdamW, baselines.Muon, baselines.SOAP)
 UNIQUE = {baselines.SOAP: {"largest": 8}}  # a longer side's first basis is not unique
@@ -162,7 +162,7 @@ def test_what_depends_on_the_length_of_the_run():
         config = config_of(baselines.AdamW, **changes)
         depends.append(config.depends_on_length)
         assert (lr(10) == lr(100)) != config.depends_on_length
-        assert config.depends_on_length or lr(10) == lr(train.NO_END)
+        assert config.depends_on_length or lr(10) == lr(recipe.NO_END)
     assert depends == [False, True, True, False, False]
 
 

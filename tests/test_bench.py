@@ -16,8 +16,8 @@ import baselines
 import bench
 import gn
 import model
+from recipe import METHODS
 from runtime import parallel
-from train import METHODS
 
 SMALL = model.Config(
     vocab_size=256, context=8, d_model=8, d_ff=8, n_layers=1, n_heads=2, n_kv_heads=2

@@ -11,7 +11,7 @@ from hypothesis import given
 from logs import Run
 
 import comparison
-import train
+import recipe
 from comparison import (
     Comparison,
     compare_at_tokens,
@@ -199,8 +199,8 @@ def test_a_group_is_equal_but_for_the_seed_and_for_what_changes_no_run(tmp_path)
 
 def test_a_run_that_is_older_than_a_flag_has_its_default(tmp_path):
     """The default of the field; runs that name it group with those that do not."""
-    for method in train.METHODS:
-        fields = train.valid_flags(method)
+    for method in recipe.METHODS:
+        fields = recipe.valid_flags(method)
         names = [name for name in fields if name not in ("tokens", "steps", "method", "batch")]
         old = Run(tmp_path, method)
         path = Path(old.folder, "config.json")

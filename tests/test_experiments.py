@@ -11,6 +11,7 @@ from conftest import AS_A_USER, COMMAND, run, without_time
 from logs import Run
 
 import experiments
+import recipe
 import train
 from runtime import packed
 from text.tokenizer import tokenizer
@@ -58,7 +59,7 @@ def test_an_experiment_makes_what_its_file_lacks(two_rates, capsys):
 def test_commands_beside_each_other_train_each_run_once(two_rates, capsys, monkeypatch):
     """One passes over what another trains now, and over what it has trained since."""
     first, second = experiments.jobs_of("two-rates")
-    same_text = train.configure([*first.words, "--data", str(Path("text.txt").absolute())])
+    same_text = recipe.configure([*first.words, "--data", str(Path("text.txt").absolute())])
     with experiments.claimed("two-rates", first._replace(run=same_text)) as is_mine:
         assert is_mine
         assert experiments.main(["two-rates"]) == 0
@@ -269,7 +270,7 @@ def stand_in(flag, vocab_size):
 def test_the_commands_of_an_experiment_are_valid_and_its_file_holds_nothing_else(
     name, here, monkeypatch
 ):
-    monkeypatch.setattr(train, "tokenizer", stand_in)
+    monkeypatch.setattr(recipe, "tokenizer", stand_in)
     assert "--dtype" in experiments.EXPERIMENTS[name].common  # else a machine would decide it
     jobs = experiments.jobs_of(name)
     for saved in packed.read(ROOT / experiments.results_of(name)):

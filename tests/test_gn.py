@@ -34,7 +34,7 @@ from jax.flatten_util import ravel_pytree
 import gn
 import model
 import optimizers
-import train
+import recipe
 from line_search import loss_at
 
 ONE = dataclasses.replace(TOY, n_layers=1)  # for what compiles long: whole steps
@@ -629,7 +629,7 @@ def test_what_depends_on_the_length_of_the_run():
         config = config_of(TOY, **changes)
         depends.append(config.depends_on_length)
         assert (lr(3) == lr(30)) != config.depends_on_length
-        assert config.depends_on_length or lr(3) == lr(train.NO_END)
+        assert config.depends_on_length or lr(3) == lr(recipe.NO_END)
     assert depends == [False, True, True, False, True, False]
 
 

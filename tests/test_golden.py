@@ -23,7 +23,7 @@ from conftest import random_params  # noqa: E402
 
 import model  # noqa: E402
 import optimizers  # noqa: E402
-import train  # noqa: E402
+import recipe  # noqa: E402
 
 GOLDEN = Path(__file__).with_name("golden.json")
 SMALLER = ["--model", "tiny", "--batch", "2048", "--inner-batch", "4", "--steps", "5"]
@@ -47,7 +47,7 @@ def tokens(index):
 
 def numbers(method):
     """What outer steps of the method come to, with its tuned settings for `tiny`."""
-    run = train.configure([*SMALLER, "--method", method, *MORE.get(method, [])])
+    run = recipe.configure([*SMALLER, "--method", method, *MORE.get(method, [])])
     settings = run.settings
     N = settings.inner_steps
     state = run.method.init(random_params(settings.network), settings)
@@ -70,7 +70,7 @@ def numbers(method):
     return {name: None if x is None else float(x) for name, x in found.items()}
 
 
-@pytest.mark.parametrize("method", list(train.METHODS))
+@pytest.mark.parametrize("method", list(recipe.METHODS))
 def test_numbers_are_the_golden_ones(float64, method):
     """To 1e-6, on which jax 0.10.0 to 0.12.0 agree; nothing here is drawn by JAX."""
     golden = json.loads(GOLDEN.read_text())[method]
@@ -85,6 +85,6 @@ def test_numbers_are_the_golden_ones(float64, method):
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     with jax.enable_x64(True):
-        everything = {method: numbers(method) for method in train.METHODS}
+        everything = {method: numbers(method) for method in recipe.METHODS}
     GOLDEN.write_text(json.dumps(everything, indent=1) + "\n")
     print(GOLDEN.read_text())

@@ -19,7 +19,7 @@ from test_gn import GRID, LOSS, LOSS_GRAD, add, close, config_of, losses_by_hand
 
 import gn
 import line_search as module
-import train
+import recipe
 from line_search import FIRST_LOOK, TIE, between, line_search, still_running
 
 
@@ -84,7 +84,7 @@ def test_the_flag_counts_tokens():
     """Those of an inner batch, four sequences of 16, are the command's."""
     for method in ("gn", "gn_cg"):
         argv = [*SMALL, "--method", method, "--data", "text.txt", "--line-search-tokens", "130"]
-        assert train.configure(argv).settings.fresh_batches == 2
+        assert recipe.configure(argv).settings.fresh_batches == 2
 
 
 def test_guard_refuses_a_step_that_does_not_lower_the_loss(float64):

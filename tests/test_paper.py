@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import model
+import recipe
 import train
 from runtime import flags
 from text.tokenizer import tokenizer
@@ -269,9 +270,9 @@ def members(label):
     """The runs of a command of the page, as train.py resolves them."""
     size = cache(model.size)  # which is most of the time that a command takes
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "tokenizer", stand_in)
+        patch.setattr(recipe, "tokenizer", stand_in)
         patch.setattr(model, "size", size)
-        return [train.configure(line) for line in flags.expand(paper_commands()[label])]
+        return [recipe.configure(line) for line in flags.expand(paper_commands()[label])]
 
 
 def test_the_page_has_every_experiment_once():
@@ -376,7 +377,7 @@ def test_commands_of_other_pages(page):
         if name in MODELS:
             assert words in paper_commands().values()
         else:
-            assert all(train.configure(line) for line in flags.expand(words))
+            assert all(recipe.configure(line) for line in flags.expand(words))
 
 
 # ---- what a command costs ------------------------------------------------------------------------

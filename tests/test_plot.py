@@ -15,7 +15,7 @@ from matplotlib.text import Text
 
 import comparison
 import plot
-import train
+import recipe
 
 
 def draw(*runs, target=None):
@@ -323,7 +323,7 @@ def test_any_number_of_settings_have_different_looks_and_the_best_are_shown(tmp_
 
 
 def test_every_method_has_a_look_of_its_own():
-    looks = [str(plot.LOOKS[method]) for method in train.METHODS]
+    looks = [str(plot.LOOKS[method]) for method in recipe.METHODS]
     assert len({*looks}) == len(looks)
 
 
@@ -337,7 +337,7 @@ def test_numbers_are_written_as_the_flags_take_them():
 def test_labels_never_overlap_and_stay_in_the_picture(tmp_path, gap):
     """However near the curves end to each other, and where batches make labels of two lines."""
     runs = []
-    for i, method in enumerate(train.METHODS):
+    for i, method in enumerate(recipe.METHODS):
         runs.append(Run(tmp_path, method, 1024 * (2 + i), speed=0.5 + gap * i, tokens=32768))
         runs.append(Run(tmp_path, method, 1024 * (2 + i), speed=0.4 + gap * i, tokens=32768))
         if i % 2:

@@ -22,8 +22,8 @@ from test_gn import add, change_of, close, dense, flat
 from test_gn_prox import explicit_value_and_grad
 
 import gn
+import recipe
 import stand_ins
-import train
 
 SIZES = {"inner_steps": 2, "outer_steps": 3}
 THREE_BATCHES = {"inner_tokens": 1, "line_search_tokens": 3}  # of fresh tokens
@@ -67,7 +67,7 @@ def test_it_takes_the_steps_of_gauss_newton():
 def test_it_trains_as_train_py_does(here):
     """Its rows have more, and are the same otherwise."""
     assert stand_ins.main([*SMALL, "--data", "text.txt", "--out", "measured"]) == 0
-    assert train.METHODS["gn"].module is gn  # as before
+    assert recipe.METHODS["gn"].module is gn  # as before
     assert run("--out", "plain") == 0
     _, *measured = without_time(rows("measured"))  # the row of the warm-up has nothing more
     _, *plain = without_time(rows("plain"))

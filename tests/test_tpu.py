@@ -19,6 +19,7 @@ import gn
 import gn_cg
 import line_search
 import model
+import recipe
 import sample
 import train
 from runtime import parallel
@@ -43,10 +44,10 @@ def products(program):
     return re.findall(r"stablehlo\.dot_general.* : \(tensor<(?:\d+x)*(\w+)>", program)
 
 
-@pytest.mark.parametrize("name", train.METHODS)
+@pytest.mark.parametrize("name", recipe.METHODS)
 def test_every_program_of_a_method_can_be_lowered_for_a_tpu(name):
     """Its gradient's products are in bfloat16; attention's scores are float32's."""
-    module, config_class, _ = train.METHODS[name]
+    module, config_class, _ = recipe.METHODS[name]
     config = config_class(NETWORK, 2, 3)
     init = jax.jit(partial(module.init, config=config))
     state = jax.eval_shape(init, PARAMS)

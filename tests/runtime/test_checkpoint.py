@@ -21,6 +21,7 @@ from conftest import AS_A_USER, SEARCH, SMALL, assert_same, everything, rows, ru
 
 import baselines
 import data
+import recipe
 import train
 from runtime import checkpoint, command, files, live
 from text import token_files
@@ -48,7 +49,7 @@ def assert_same_run(one, two):
     assert without_time(rows(one)) == without_time(rows(two))
 
 
-@pytest.mark.parametrize("method", list(train.METHODS))
+@pytest.mark.parametrize("method", list(recipe.METHODS))
 def test_fault_8_a_run_that_is_stopped_anywhere_goes_on_bitwise(here, method):
     """SIGTERM at the n-th batch, for n all over a run: status 143. The same command then resumes.
 

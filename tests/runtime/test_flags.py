@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 import pytest
 
+import gn_prox
 import model
+import recipe
 import train
 from runtime import flags
 
@@ -42,9 +44,9 @@ def help_of(capsys, *words):
 def test_help_names_every_flag_of_every_method_once(capsys):
     """Also those that this method does not have, below the name of one that has them."""
     out = help_of(capsys)
-    configs = [method.Config for method in train.METHODS.values()]
-    for cls in (train.Config, model.Config, *configs):
-        for name, flag in flags.fields_of(cls, train.DERIVED if cls in configs else ()).items():
+    configs = [method.Config for method in recipe.METHODS.values()]
+    for cls in (recipe.Config, model.Config, *configs):
+        for name, flag in flags.fields_of(cls, recipe.DERIVED if cls in configs else ()).items():
             assert out.count(f" {flags.flag_of(name)} {flag.kind.__name__} ") == 1, name
     assert out.index("flags of soap: --frequency") > out.index("flags of gn: --line-search")
 
@@ -60,25 +62,25 @@ def test_help_shows_the_defaults_of_the_method_and_the_model_that_it_is_given(ca
 
 def test_words_that_other_programs_know_lead_to_ours():
     """Each is answered with a flag that there is."""
-    known = [flags.flag_of(name) for name in train.valid_flags("gn")]
-    for word, meant in train.MEANT.items():
+    known = [flags.flag_of(name) for name in recipe.valid_flags("gn")]
+    for word, meant in recipe.MEANT.items():
         assert meant.split()[0] in known, word
 
 
-@pytest.mark.parametrize("method", list(train.METHODS))
+@pytest.mark.parametrize("method", list(recipe.METHODS))
 def test_every_flag_of_every_method_has_a_help(method):
     """Inherited fields keep their comment, unless they have one of their own."""
-    assert "Section 6.2" in flags.fields_of(train.gn_prox.Config)["schedule"][2]
-    fields = flags.fields_of(train.METHODS[method].Config, train.DERIVED)
+    assert "Section 6.2" in flags.fields_of(gn_prox.Config)["schedule"][2]
+    fields = flags.fields_of(recipe.METHODS[method].Config, recipe.DERIVED)
     assert all(comment for _, _, comment in fields.values()), fields
     if method != "gn_cg":  # which has no inner optimizer
         assert {"lr", "schedule", "warmup", "weight_decay", "average", "clip"} <= set(fields)
 
 
 def test_no_two_configs_share_a_flag():
-    for method in train.METHODS.values():
-        own = flags.fields_of(method.Config, train.DERIVED)
-        names = [*flags.fields_of(train.Config), *own, *flags.fields_of(model.Config)]
+    for method in recipe.METHODS.values():
+        own = flags.fields_of(method.Config, recipe.DERIVED)
+        names = [*flags.fields_of(recipe.Config), *own, *flags.fields_of(model.Config)]
         assert len(names) == len(set(names))
 
 
@@ -92,7 +94,7 @@ def test_counts(text, value):
 
 @pytest.mark.parametrize("text, value", [("true", True), ("False", False)])
 def test_booleans(text, value):
-    run = train.configure(["--model", "tiny", "--guard", text, "--qk-norm", text])
+    run = recipe.configure(["--model", "tiny", "--guard", text, "--qk-norm", text])
     assert run.settings.guard is value and run.network.qk_norm is value
 
 

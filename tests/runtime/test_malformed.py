@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 import comparison
 import data
+import recipe
 import sample
 import train
 from runtime import flags
@@ -54,7 +55,7 @@ FLAGS = {
     "a value without its flag": (["tiny"], "unknown flag 'tiny'; did you mean --model tiny?"),
     "a method without its flag": (["soap"], "unknown flag 'soap'; did you mean --method soap?"),
     "flag without value": (["--lr"], "expected one argument"),
-    "unknown method": (["--method", "sgd"], f"valid: {', '.join(train.METHODS)}"),
+    "unknown method": (["--method", "sgd"], f"valid: {', '.join(recipe.METHODS)}"),
     "unknown model": (["--model", "7b"], "model is '7b'; valid: tiny, 5m, 45m, 150m"),
     "unknown tokenizer": (["--tokenizer", "words"], "tokenizer is 'words'; valid: bytes, gpt2"),
     "unknown corpus": (
@@ -169,8 +170,8 @@ JUNK += ["..", "~", "*", "\u0663", "0x10", "1_0", "+5", "-0"]
 @given(st.data())
 def test_any_value_of_any_flag(draw):
     """A run, or a refusal in one line."""
-    method = draw.draw(st.sampled_from(list(train.METHODS)))
-    names = list(train.valid_flags(method))
+    method = draw.draw(st.sampled_from(list(recipe.METHODS)))
+    names = list(recipe.valid_flags(method))
     value = st.sampled_from(JUNK) | st.text(max_size=20)
     drawn = draw.draw(
         st.lists(st.tuples(st.sampled_from(names), value, st.booleans()), min_size=1, max_size=2)
@@ -180,7 +181,7 @@ def test_any_value_of_any_flag(draw):
         flag = "--" + name.replace("_", "-")
         words += [f"{flag}={text}"] if joined else [flag, text]
     try:
-        assert all(isinstance(train.configure(line), train.Run) for line in flags.expand(words))
+        assert all(isinstance(recipe.configure(line), recipe.Run) for line in flags.expand(words))
     except ValueError as error:
         assert str(error).isprintable() and len(str(error)) > 10
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import gn
 import model
+import recipe
 import train
 from runtime import memory, parallel, report
 
@@ -40,11 +41,11 @@ def test_a_mean_over_parts_is_the_mean(float64, devices, most, seen):
     assert_close(found, {"value": 2 * tokens.mean(), "grad": tokens.mean(axis=0)}, rtol=1e-12)
 
 
-@pytest.mark.parametrize("name", train.METHODS)
+@pytest.mark.parametrize("name", recipe.METHODS)
 def test_a_step_in_micro_batches_is_the_same_step(float64, name):
     """Two outer steps of each method, line search included: states and metrics."""
     changes = {"soap": {"largest": 8}, "gn_cg": {"damping": 0.1, "cg_steps": 3}}.get(name, {})
-    method = train.METHODS[name]
+    method = recipe.METHODS[name]
 
     def steps(micro_batch):
         config = method.Config(TOY, 2, 3, micro_batch=micro_batch, **changes)
@@ -56,10 +57,10 @@ def test_a_step_in_micro_batches_is_the_same_step(float64, name):
     assert_close(steps(1), steps(0), rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", train.METHODS)
+@pytest.mark.parametrize("name", recipe.METHODS)
 def test_a_smaller_micro_batch_needs_less_memory(name):
     """By the compiler's own figures of the program that `lower` returns."""
-    method = train.METHODS[name]
+    method = recipe.METHODS[name]
     network = replace(TOY, context=64, d_model=32, d_ff=128)
     tokens = jax.ShapeDtypeStruct((16, network.context + 1), jnp.int32)
     needed = {}
@@ -75,7 +76,7 @@ def test_a_smaller_micro_batch_needs_less_memory(name):
 @pytest.mark.parametrize("name", ["gn_prox", "layerwise_gn"])
 def test_the_program_is_that_of_the_method(name):
     """Those that take gn.py's inner steps have another gradient there."""
-    method = train.METHODS[name]
+    method = recipe.METHODS[name]
     config = method.Config(TOY, 2, 3)
     state = jax.eval_shape(lambda: method.module.init(random_params(TOY), config))
     tokens = jax.ShapeDtypeStruct((2, TOY.context + 1), jnp.int32)
@@ -187,7 +188,7 @@ def test_no_program_of_a_run_computes_on_more_sequences(here, monkeypatch, metho
 
 
 def small_run(*flags):
-    return train.configure([*SMALL, "--data", "text.txt", *flags])
+    return recipe.configure([*SMALL, "--data", "text.txt", *flags])
 
 
 def init_of(planned):

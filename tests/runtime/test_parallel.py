@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 import data
 import optimizers
+import recipe
 import train
 from kernels import choice
 from runtime import checkpoint, cores, parallel
@@ -42,7 +43,7 @@ def stepped(case):
 
     Of SOAP two steps, as the first only makes its basis.
     """
-    module, cls, _ = train.METHODS[case]
+    module, cls, _ = recipe.METHODS[case]
     config = cls(TOY, 2, 3, **CHANGES.get(case, {}))
     state = parallel.jit(module.init, static_argnums=1)(random_params(TOY), config)
     if case == "soap":
@@ -73,7 +74,7 @@ def test_devices_share_muons_matrices():
         assert_close(step, steps[0], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", train.METHODS)
+@pytest.mark.parametrize("case", recipe.METHODS)
 def test_every_method_makes_the_same_step_on_any_number_of_devices(float64, monkeypatch, case):
     """On one, on two, and on four with spread arrays, of which each device then has a fourth."""
     expected = stepped(case)
@@ -93,7 +94,7 @@ def test_every_method_makes_the_same_step_on_any_number_of_devices(float64, monk
 
 def test_the_program_of_an_inner_batch_is_compiled_once(caplog):
     """Of a baseline on four devices, in two updates of two inner batches each."""
-    module, cls, _ = train.METHODS["adamw"]
+    module, cls, _ = recipe.METHODS["adamw"]
     config = cls(TOY, 2, 3)
     with jax.set_mesh(parallel.mesh(4)):
         state = parallel.jit(module.init, static_argnums=1)(random_params(TOY), config)
@@ -298,12 +299,12 @@ def test_matrix_products_are_in_what_suits_the_device(monkeypatch):
     """By default; what came out is in config.json, and a flag decides."""
 
     def dtype(*more):
-        return train.configure(["--model", "tiny", *more]).values["dtype"]
+        return recipe.configure(["--model", "tiny", *more]).values["dtype"]
 
     assert (dtype(), dtype("--dtype", "bfloat16")) == ("float32", "bfloat16")
     monkeypatch.setattr(choice, "default_dtype", lambda: "bfloat16")
     assert (dtype(), dtype("--dtype", "float32")) == ("bfloat16", "float32")
-    assert train.configure(["--model", "tiny"]).network.dtype == "bfloat16"
+    assert recipe.configure(["--model", "tiny"]).network.dtype == "bfloat16"
 
 
 def test_programs_are_kept_between_runs_and_make_the_same_run(here):

@@ -1,0 +1,455 @@
+"""What a run is made of: its method, its flags with their defaults, and the sizes that follow.
+
+`configure` makes a Run of the words of a command line; train.py trains it. The flags are the fields
+of three dataclasses: Config in this file, model.Config, and the Config of the method.
+
+To add a method, add its file to METHODS.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+
+import baselines
+import gn
+import gn_cg
+import gn_prox
+import layerwise_gn
+import model
+from kernels import choice
+from runtime import files, flags, parallel
+from text.tokenizer import Tokenizer, tokenizer
+
+
+class Method(NamedTuple):
+    """A way to train."""
+
+    module: Any  # its file, with the functions init and update
+    Config: type  # its settings
+    title: str
+
+
+METHODS = {
+    "gn": Method(gn, gn.Config, "Gauss-Newton"),
+    "gn_prox": Method(gn_prox, gn_prox.Config, "GN-prox-linear"),
+    "layerwise_gn": Method(layerwise_gn, layerwise_gn.Config, "layerwise GN"),
+    "gn_cg": Method(gn_cg, gn_cg.Config, "Gauss-Newton by CG"),
+    "adamw": Method(baselines, baselines.AdamW, "AdamW"),
+    "muon": Method(baselines, baselines.Muon, "Muon"),
+    "soap": Method(baselines, baselines.SOAP, "SOAP"),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """A run. The defaults that go with a model are in DEFAULTS; others are worked out."""
+
+    # the method that trains
+    method: str = "gn"
+    # the network and the defaults that go with it (Appendix E)
+    model: str = "45m"
+    # c4 (streamed) | stdlib (Python's own source) | a file or folder of .txt .jsonl .json .parquet,
+    # or the first three with .gz
+    data: str = None
+    # bytes | gpt2 (cut to --vocab-size ids; 0 = 32000, Section 5) | t5 (the paper's authors') | the
+    # path of a .json file of the package tokenizers
+    tokenizer: str = None
+    # tokens in a batch, which an outer step reads; line search not included (Appendix H: 400k to
+    # 120m)
+    batch: int = None
+    # tokens of the run, warm-up and line search not included; where --steps is given, that counts.
+    # About 20 per parameter, as at 45m (Appendix G) and at 150m (Section 6.1.2)
+    tokens: int = None
+    # outer steps; where neither this nor --target-loss is given, tokens / batch. With --target-loss
+    # and neither --steps nor --tokens, a run ends at the target only
+    steps: int = None
+    # sequences in an inner batch, b_inner (Section 5: 32 at 45m, 128 at 150m)
+    inner_batch: int = None
+    # sequences of it that a device computes on at once, at most; default: as many as its memory
+    # holds. It changes no result, but for rounding
+    micro_batch: int = None
+    eval_tokens: int = None  # held-out tokens that an evaluation reads, at most
+    # outer steps from one evaluation and save to the next; default: --eval-tokens / batch, but at
+    # least 1
+    eval_every: int = None
+    save_every: float = 10.0  # minutes from one save to the next at most, also inside outer steps
+    # nats per token: stop at the first evaluation at or below this loss (Section 6.1.1)
+    target_loss: float = None
+    # tokens of the AdamW warm-up; 0 = none; default: one per parameter, which is 5% of the 20 per
+    # parameter of a compute-optimal run (Section 5), however long this run is
+    warmup_tokens: int = None
+    # peak learning rate of the warm-up, after a linear rise over its first tenth
+    warmup_lr: float = 0.002
+    # true = spread matrices, optimizer state and gradient over the devices, to save memory
+    shard: bool = False
+    seed: int = 0  # of the parameters and of the order of the data
+    # folder of the run, or of a grid's runs; default: runs/ and a name made of the flags
+    out: str = None
+
+    def check(self):
+        """Raises ValueError if a field has a bad value."""
+        counts = ("batch", "tokens", "steps", "inner_batch", "eval_tokens", "eval_every")
+        flags.check_range(self, (*counts, "micro_batch"), least=1)
+        flags.check_range(self, ("warmup_lr", "target_loss", "save_every"), above=0)
+        flags.check_range(self, ("warmup_tokens",), least=0)
+        flags.check_range(self, ("seed",), least=0, below=2**32)
+
+
+# What people mean who forget a flag, or who know other programs.
+MEANT = {
+    **{name: f"--method {name}" for name in METHODS},
+    **{name: f"--model {name}" for name in model.PRESETS},
+    **{name: f"--data {name}" for name in ("c4", "stdlib")},
+    "--learning-rate": "--lr",
+    "--optimizer": "--method",
+    "--epochs": "--tokens",
+    "--iters": "--steps",
+    "--warmup-fraction": "--warmup-tokens",
+}
+
+# The fields of a method's Config that are no flags. `configure_method` fills them in, but for
+# `model`, the module with the functions of the network, which keeps its default.
+DERIVED = ("model", "network", "inner_steps", "outer_steps", "inner_tokens", "micro_batch")
+
+# The largest int32. A run counts at most so many inner batches, and a run that ends at its target
+# only tells its method that it has so many outer steps.
+NO_END = 2**31 - 1
+
+PAPER = {
+    "data": "c4",
+    "tokenizer": "gpt2",
+    "batch": 4_000_000,
+    "eval_tokens": 1_310_720,  # a tenth of the paper's
+}
+LAPTOP = {
+    "data": "stdlib",
+    "tokenizer": "bytes",
+    "batch": 131_072,
+    "eval_tokens": 65_536,
+    "steps": 10,  # 1.3m tokens, 10 per parameter: half of what the other models get
+}
+DEFAULTS = {  # of flags, for each model; each has either steps or tokens
+    "tiny": LAPTOP | {"inner_batch": 8},
+    "5m": PAPER | {"inner_batch": 32, "tokens": 100_000_000},
+    "45m": PAPER | {"inner_batch": 32, "tokens": 900_000_000},
+    "150m": PAPER | {"inner_batch": 128, "tokens": 3_000_000_000},
+}
+# Of flags, for each model and method: what the grids in docs/tuning.md have shown to be better than
+# the general defaults. Warm-ups are numbers of steps: as fractions of a short run, they would let
+# the learning rate rise too fast.
+TUNED = {
+    "5m": {
+        "gn_prox": {"average": 0.99},
+        "adamw": {"lr": 0.001, "schedule": "constant", "warmup_steps": 5},
+        "muon": {"lr": 0.02, "schedule": "constant", "warmup_steps": 5, "average": 0.4},
+        "soap": {"lr": 0.005, "schedule": "constant", "warmup_steps": 5, "average": 0.4},
+    },
+    "tiny": {
+        "gn": {"lr": 0.02, "schedule": "global cosine"},
+        "gn_prox": {"lr": 0.015, "average": 0.99},
+        "layerwise_gn": {"lr": 0.03, "schedule": "global cosine"},
+        "adamw": {
+            "lr": 0.015,
+            "schedule": "constant",
+            "warmup_steps": 10,
+            "b2": 0.99,
+            "average": 0.3,
+        },
+        "muon": {
+            "lr": 0.06,
+            "schedule": "constant",
+            "warmup_steps": 6,
+            "momentum": 0.9,
+            "average": 0.4,
+        },
+        "soap": {
+            "lr": 0.03,
+            "schedule": "constant",
+            "warmup_steps": 10,
+            "b2": 0.7,
+            "average": 0.3,
+        },
+    },
+}
+
+
+class Run(NamedTuple):
+    """Everything that a command line says, and what follows from it."""
+
+    config: Config  # sizes filled in
+    method: Any  # the module of the method
+    title: str  # of the method
+    settings: Any  # the Config of the method
+    network: model.Config
+    mesh: jax.sharding.Mesh  # the devices
+    tokenizer: Tokenizer
+    parameters: int  # how many the network has
+    values: dict  # {flag: value} of all flags, those that were worked out, too
+    given: dict  # {flag: value} of those on the command line, but for the folder
+    tied_by: str  # what makes the learning rate depend on the length, see find_tie; None: nothing
+
+    @property
+    def inner_tokens(self):
+        """Tokens in an inner batch."""
+        return self.config.inner_batch * self.network.context
+
+    @property
+    def warmup_batches(self):
+        """Inner batches that the warm-up reads, one per step."""
+        return self.config.warmup_tokens // self.inner_tokens
+
+    @property
+    def batches_per_step(self):
+        """Inner batches that an outer step reads, line search included."""
+        return self.settings.inner_steps + self.settings.fresh_batches
+
+    @property
+    def micro_batch(self):
+        """Sequences that a device computes on at once, at most; 0 = all that it has."""
+        return getattr(self.settings, "micro_batch", 0)
+
+    @property
+    def passes(self):
+        """How often an outer step reads its batch, at most."""
+        return getattr(self.settings, "passes", 1)
+
+    @property
+    def reads_per_step(self):
+        """Inner batches that an outer step reads, each counted as often as it is read."""
+        return self.passes * self.settings.inner_steps + self.settings.fresh_batches
+
+    @property
+    def last_step(self):
+        """Outer steps at most: --steps, or as many as 2^31 - 1 inner batches are enough for."""
+        if self.config.steps is not None:
+            return self.config.steps
+        return max(1, (NO_END - self.warmup_batches) // self.batches_per_step)
+
+    @property
+    def total_batches(self):
+        """Inner batches that the whole run reads at most."""
+        return self.warmup_batches + self.last_step * self.batches_per_step
+
+
+# ---- the command line ----------------------------------------------------------------------------
+
+
+def flag_groups(method):
+    """{title: {name: Flag}}: every flag that is valid with a method, as --help groups them."""
+    of_run = flags.fields_of(Config)
+    for name, choices in (("method", METHODS), ("model", model.PRESETS)):
+        listed = " | ".join(choices)
+        of_run[name] = of_run[name]._replace(help=f"{listed}: {of_run[name].help}")
+    of_method = flags.fields_of(METHODS[method].Config, DERIVED)
+    return {"a run": of_run, method: of_method, "the network": flags.fields_of(model.Config)}
+
+
+def valid_flags(method):
+    """{name: Flag}: every flag that is valid with a method."""
+    valid = {}
+    for group in flag_groups(method).values():
+        valid |= group
+    return valid
+
+
+def flags_of_others(method):
+    """{other method: {name: Flag}}: the flags that are valid with it, but not with this method."""
+    valid = valid_flags(method)
+    groups = {}
+    for other in METHODS:
+        of_other = flags.fields_of(METHODS[other].Config, DERIVED)
+        groups[other] = {name: flag for name, flag in of_other.items() if name not in valid}
+    return groups
+
+
+def parse(argv, about=""):
+    """{flag: value} of all flags, and of those that the command line has. Raises ValueError.
+
+    about: what --help says before it lists the flags.
+    """
+    method = flags.peek(argv, "method", Config.method, METHODS)
+    preset = flags.peek(argv, "model", Config.model, model.PRESETS)
+    fields = valid_flags(method)
+    tuned = TUNED.get(preset, {}).get(method, {})
+
+    # A default comes from the field, unless one of the next lines has another.
+    values = {name: flag.default for name, flag in fields.items()}
+    # The sizes of the model.
+    values |= flags.values_of(model.PRESETS[preset])
+    # The text and the batch that go with the model.
+    values |= DEFAULTS[preset]
+    # What was tuned for this method on this model.
+    values |= tuned
+    # What is fast on this machine.
+    values["dtype"] = choice.default_dtype()
+
+    groups, others = flag_groups(method), flags_of_others(method)
+    shown = f"The defaults are those of --method {method} --model {preset}."
+    given = flags.parse(argv, groups, values, f"{about}\n{shown}", others, MEANT)
+    # The number of ids belongs to the model's own tokenizer; 0: as many as another has by itself.
+    if given.get("tokenizer", values["tokenizer"]) != values["tokenizer"]:
+        values["vocab_size"] = 0
+    # The tuned warm-up and average belong to the tuned schedule and line search.
+    if given.keys() & {"schedule", "line_search", "alphas"}:
+        for name in tuned.keys() & {"warmup_steps", "average"}:
+            values[name] = fields[name].default
+    if "warmup" in given and "warmup_steps" in values:
+        values["warmup_steps"] = 0  # steps would count in place of the fraction
+    values |= given
+
+    # The model's default length counts only where nothing that is given says when the run ends.
+    if "tokens" in given and "steps" not in given:
+        values["steps"] = None
+    elif "target_loss" in given and "steps" not in given:
+        values |= {"steps": None, "tokens": None}
+    return values, given
+
+
+def configure(argv, home=None, about=""):
+    """The Run of a command line, all sizes worked out. Writes nothing. Raises ValueError.
+
+    home: a folder; if it is given, the run's folder is in it and has a name made of the flags.
+    about: what --help says before it lists the flags.
+    """
+    values, given = parse(argv, about)
+    config = Config(**pick(values, Config))
+    config.check()
+
+    chosen = tokenizer(config.tokenizer, values["vocab_size"])
+    values["vocab_size"] = chosen.vocab_size
+    config = replace(config, tokenizer=chosen.flag)  # a file with its digest, which sample.py needs
+    network = model.Config(**pick(values, model.Config))
+    network.check()
+    parameters = model.size(network)
+    config = work_out(config, network, parameters)
+
+    method = METHODS[config.method]
+    settings = configure_method(method.Config, config, network, values)
+    tied_by = find_tie(settings)
+    if config.steps is None and tied_by:
+        reason = f"the learning rate depends on the length of the run ({tied_by})"
+        raise ValueError(f"--target-loss needs --steps or --tokens beside it, as {reason}")
+    values |= flags.values_of(config)
+    values |= flags.values_of(settings, DERIVED)
+
+    folder = config.out
+    if home or not folder:
+        may_differ = flags_that_may_differ(tied_by)
+        named = {name: value for name, value in values.items() if name not in may_differ}
+        folder = f"{home or 'runs'}/{name_of(named, valid_flags(config.method))}"
+    values["out"] = folder
+
+    run = Run(
+        config=replace(config, out=folder),
+        method=method.module,
+        title=method.title,
+        settings=settings,
+        network=network,
+        mesh=parallel.mesh(config.inner_batch, config.shard),
+        tokenizer=chosen,
+        parameters=parameters,
+        values=values,
+        given={name: value for name, value in given.items() if name != "out"},
+        tied_by=tied_by,
+    )
+    if run.total_batches > NO_END:
+        required = "they must be below 2^31: raise --inner-batch"
+        raise ValueError(f"the run reads {run.total_batches} inner batches; {required}")
+    return run
+
+
+def pick(values, cls, derived=()):
+    """The values of the flags that the fields of a dataclass make."""
+    return {name: values[name] for name in flags.fields_of(cls, derived)}
+
+
+def work_out(config, network, parameters):
+    """The Config with the sizes that were left out, all in whole inner batches."""
+    if config.batch < network.context:
+        fewer = f"fewer than one sequence of context {network.context}"
+        raise ValueError(f"batch is {config.batch} tokens, {fewer}")
+    inner_tokens = config.inner_batch * network.context
+    batch = max(1, round(config.batch / inner_tokens)) * inner_tokens
+    steps, tokens = config.steps, config.tokens
+    if steps:
+        tokens = None  # the steps count
+    elif tokens:
+        steps = max(1, round(tokens / batch))
+    warmup_tokens = config.warmup_tokens
+    if warmup_tokens is None:
+        warmup_tokens = parameters  # 5% of 20 per parameter
+    warmup_tokens = round(warmup_tokens / inner_tokens) * inner_tokens
+    eval_every = config.eval_every or max(1, config.eval_tokens // batch)
+    sizes = {"batch": batch, "warmup_tokens": warmup_tokens, "eval_every": eval_every}
+    return replace(config, **sizes, steps=steps, tokens=tokens)
+
+
+def configure_method(cls, config, network, values):
+    """The settings of a method, of class cls. Raises ValueError if one of its values is bad."""
+    inner_tokens = config.inner_batch * network.context
+    derived = {
+        "network": network,
+        "inner_steps": config.batch // inner_tokens,
+        "outer_steps": NO_END if config.steps is None else config.steps,
+        "inner_tokens": inner_tokens,
+        "micro_batch": config.micro_batch or 0,
+    }
+    fields = flags.fields_of(cls)
+    derived = {name: value for name, value in derived.items() if name in fields}
+    settings = cls(**derived, **pick(values, cls, DERIVED))
+    if hasattr(settings, "check"):
+        settings.check()
+    return settings
+
+
+def find_tie(settings):
+    """What ties a method's learning rate to the length of the run, such as "--warmup 0.2".
+
+    None if nothing does: then a finished run can be lengthened.
+    """
+    if not hasattr(settings, "depends_on_length"):
+        return "the method's Config has no depends_on_length"
+    if not settings.depends_on_length:
+        return None
+    warmup = getattr(settings, "warmup", 0)
+    if warmup and not replace(settings, warmup=0.0).depends_on_length:
+        return f"--warmup {warmup}"
+    if hasattr(settings, "schedule"):
+        return f"--schedule {settings.schedule}"
+    return "the method's Config says so"
+
+
+# Flags in which two commands for one run may always differ. `tokens` is among them because it
+# becomes `steps`. `steps` may differ, too, where no learning rate depends on the length of the run.
+MAY_DIFFER = ("out", "tokens", "micro_batch")
+
+
+def flags_that_may_differ(tied_by):
+    """The flags in which two commands for one run may differ; tied_by: as in a Run."""
+    return MAY_DIFFER if tied_by else (*MAY_DIFFER, "steps")
+
+
+def name_of(values, fields):
+    """The name of a run's folder: what people look for first, and a digest of the flags.
+
+    A flag that has its field's default does not count, so a flag that is new changes no name.
+    """
+    changed = {name: value for name, value in values.items() if value != fields[name].default}
+    words = [values["method"], values["model"], str(values["batch"])]
+    if "lr" in values:
+        words.append(f"lr{values['lr']}")
+    words.append(f"seed{values['seed']}")
+    words.append(files.digest(sorted(changed.items()))[:6])
+    return "-".join(words)
+
+
+def defaults_of(run):
+    """{flag: the value that counts for it where a saved run is older than the flag}."""
+    defaults = {}
+    for name, flag in valid_flags(run.config.method).items():
+        defaults[name] = flag.default
+        if flag.default is None and name not in run.given:
+            # It was worked out from other flags. If those are equal there, so is this one.
+            defaults[name] = run.values[name]
+    return defaults
