@@ -34,7 +34,7 @@ SCHEDULES = {  # how the learning rate falls, by how far the run is, from 0 to 1
 @traced
 @dataclass(frozen=True)
 class Config:
-    """What every baseline has. The first four fields are filled in by train.py."""
+    """What every baseline has. The first four fields are filled in by recipe.py."""
 
     network: model.Config
     inner_steps: int  # inner batches in a batch, N; named as in gn.py

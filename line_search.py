@@ -45,7 +45,7 @@ TIE = 1e-4  # nats per token that do not matter
 
 @dataclass(frozen=True)
 class BaseConfig:
-    """Settings of every method with a line search; train.py fills in the sizes."""
+    """Settings of every method with a line search; recipe.py fills in the sizes."""
 
     network: model.Config  # sizes of the network
     inner_steps: int  # inner batches in a batch, N

@@ -1,7 +1,12 @@
 """What a run is made of: its method, its flags with their defaults, and the sizes that follow.
 
-`configure` makes a Run of the words of a command line; train.py trains it. The flags are the fields
-of three dataclasses: Config in this file, model.Config, and the Config of the method.
+`configure` makes a Run of the words of a command line, and train.py trains it. The flags are the
+fields of three dataclasses: Config in this file, model.Config, and the Config of the method. Their
+defaults depend on the model, and on what was found to be good for the method there.
+
+An outer step, which is one update of a method, reads a batch. People give its size in tokens. It is
+cut into whole inner batches, which are what the model computes on: --inner-batch sequences of
+--context tokens each.
 
 To add a method, add its file to METHODS.
 """
@@ -96,26 +101,6 @@ class Config:
         flags.check_range(self, ("seed",), least=0, below=2**32)
 
 
-# What people mean who forget a flag, or who know other programs.
-MEANT = {
-    **{name: f"--method {name}" for name in METHODS},
-    **{name: f"--model {name}" for name in model.PRESETS},
-    **{name: f"--data {name}" for name in ("c4", "stdlib")},
-    "--learning-rate": "--lr",
-    "--optimizer": "--method",
-    "--epochs": "--tokens",
-    "--iters": "--steps",
-    "--warmup-fraction": "--warmup-tokens",
-}
-
-# The fields of a method's Config that are no flags. `configure_method` fills them in, but for
-# `model`, the module with the functions of the network, which keeps its default.
-DERIVED = ("model", "network", "inner_steps", "outer_steps", "inner_tokens", "micro_batch")
-
-# The largest int32. A run counts at most so many inner batches, and a run that ends at its target
-# only tells its method that it has so many outer steps.
-NO_END = 2**31 - 1
-
 PAPER = {
     "data": "c4",
     "tokenizer": "gpt2",
@@ -172,6 +157,13 @@ TUNED = {
         },
     },
 }
+
+
+# ---- a run ---------------------------------------------------------------------------------------
+
+# The largest int32. A run counts at most so many inner batches, and a run that ends at its target
+# only tells its method that it has so many outer steps.
+NO_END = 2**31 - 1
 
 
 class Run(NamedTuple):
@@ -232,35 +224,57 @@ class Run(NamedTuple):
         return self.warmup_batches + self.last_step * self.batches_per_step
 
 
-# ---- the command line ----------------------------------------------------------------------------
+# ---- from the words of a command line to a run ---------------------------------------------------
 
 
-def flag_groups(method):
-    """{title: {name: Flag}}: every flag that is valid with a method, as --help groups them."""
-    of_run = flags.fields_of(Config)
-    for name, choices in (("method", METHODS), ("model", model.PRESETS)):
-        listed = " | ".join(choices)
-        of_run[name] = of_run[name]._replace(help=f"{listed}: {of_run[name].help}")
-    of_method = flags.fields_of(METHODS[method].Config, DERIVED)
-    return {"a run": of_run, method: of_method, "the network": flags.fields_of(model.Config)}
+def configure(argv, home=None, about=""):
+    """The Run of a command line, all sizes worked out. Writes nothing. Raises ValueError.
 
+    home: a folder; if it is given, the run's folder is in it and has a name made of the flags.
+    about: what --help says before it lists the flags.
+    """
+    values, given = parse(argv, about)
+    config = Config(**pick(values, Config))
+    config.check()
 
-def valid_flags(method):
-    """{name: Flag}: every flag that is valid with a method."""
-    valid = {}
-    for group in flag_groups(method).values():
-        valid |= group
-    return valid
+    chosen = tokenizer(config.tokenizer, values["vocab_size"])
+    values["vocab_size"] = chosen.vocab_size
+    config = replace(config, tokenizer=chosen.flag)  # a file with its digest, which sample.py needs
+    network = model.Config(**pick(values, model.Config))
+    network.check()
+    parameters = model.size(network)
+    config = work_out(config, network, parameters)
 
+    method = METHODS[config.method]
+    settings = configure_method(method.Config, config, network, values)
+    tied_by = find_tie(settings)
+    if config.steps is None and tied_by:
+        reason = f"the learning rate depends on the length of the run ({tied_by})"
+        raise ValueError(f"--target-loss needs --steps or --tokens beside it, as {reason}")
+    values |= flags.values_of(config)
+    values |= flags.values_of(settings, DERIVED)
 
-def flags_of_others(method):
-    """{other method: {name: Flag}}: the flags that are valid with it, but not with this method."""
-    valid = valid_flags(method)
-    groups = {}
-    for other in METHODS:
-        of_other = flags.fields_of(METHODS[other].Config, DERIVED)
-        groups[other] = {name: flag for name, flag in of_other.items() if name not in valid}
-    return groups
+    if home or not config.out:
+        config = replace(config, out=f"{home or 'runs'}/{name_of(values, tied_by)}")
+    values["out"] = config.out
+
+    run = Run(
+        config=config,
+        method=method.module,
+        title=method.title,
+        settings=settings,
+        network=network,
+        mesh=parallel.mesh(config.inner_batch, config.shard),
+        tokenizer=chosen,
+        parameters=parameters,
+        values=values,
+        given={name: value for name, value in given.items() if name != "out"},
+        tied_by=tied_by,
+    )
+    if run.total_batches > NO_END:
+        required = "they must be below 2^31: raise --inner-batch"
+        raise ValueError(f"the run reads {run.total_batches} inner batches; {required}")
+    return run
 
 
 def parse(argv, about=""):
@@ -306,57 +320,51 @@ def parse(argv, about=""):
     return values, given
 
 
-def configure(argv, home=None, about=""):
-    """The Run of a command line, all sizes worked out. Writes nothing. Raises ValueError.
+# What people mean who forget a flag, or who know other programs.
+MEANT = {
+    **{name: f"--method {name}" for name in METHODS},
+    **{name: f"--model {name}" for name in model.PRESETS},
+    **{name: f"--data {name}" for name in ("c4", "stdlib")},
+    "--learning-rate": "--lr",
+    "--optimizer": "--method",
+    "--epochs": "--tokens",
+    "--iters": "--steps",
+    "--warmup-fraction": "--warmup-tokens",
+}
 
-    home: a folder; if it is given, the run's folder is in it and has a name made of the flags.
-    about: what --help says before it lists the flags.
-    """
-    values, given = parse(argv, about)
-    config = Config(**pick(values, Config))
-    config.check()
+# The fields of a method's Config that are no flags. `configure_method` fills them in, but for
+# `model`, the module with the functions of the network, which keeps its default.
+DERIVED = ("model", "network", "inner_steps", "outer_steps", "inner_tokens", "micro_batch")
 
-    chosen = tokenizer(config.tokenizer, values["vocab_size"])
-    values["vocab_size"] = chosen.vocab_size
-    config = replace(config, tokenizer=chosen.flag)  # a file with its digest, which sample.py needs
-    network = model.Config(**pick(values, model.Config))
-    network.check()
-    parameters = model.size(network)
-    config = work_out(config, network, parameters)
 
-    method = METHODS[config.method]
-    settings = configure_method(method.Config, config, network, values)
-    tied_by = find_tie(settings)
-    if config.steps is None and tied_by:
-        reason = f"the learning rate depends on the length of the run ({tied_by})"
-        raise ValueError(f"--target-loss needs --steps or --tokens beside it, as {reason}")
-    values |= flags.values_of(config)
-    values |= flags.values_of(settings, DERIVED)
+def flag_groups(method):
+    """{title: {name: Flag}}: every flag that is valid with a method, as --help groups them."""
+    of_run = flags.fields_of(Config)
+    for name, choices in (("method", METHODS), ("model", model.PRESETS)):
+        listed = " | ".join(choices)
+        explained = f"{listed}: {of_run[name].help}"
+        of_run[name] = of_run[name]._replace(help=explained)
+    of_method = flags.fields_of(METHODS[method].Config, DERIVED)
+    return {"a run": of_run, method: of_method, "the network": flags.fields_of(model.Config)}
 
-    folder = config.out
-    if home or not folder:
-        may_differ = flags_that_may_differ(tied_by)
-        named = {name: value for name, value in values.items() if name not in may_differ}
-        folder = f"{home or 'runs'}/{name_of(named, valid_flags(config.method))}"
-    values["out"] = folder
 
-    run = Run(
-        config=replace(config, out=folder),
-        method=method.module,
-        title=method.title,
-        settings=settings,
-        network=network,
-        mesh=parallel.mesh(config.inner_batch, config.shard),
-        tokenizer=chosen,
-        parameters=parameters,
-        values=values,
-        given={name: value for name, value in given.items() if name != "out"},
-        tied_by=tied_by,
-    )
-    if run.total_batches > NO_END:
-        required = "they must be below 2^31: raise --inner-batch"
-        raise ValueError(f"the run reads {run.total_batches} inner batches; {required}")
-    return run
+def valid_flags(method):
+    """{name: Flag}: every flag that is valid with a method."""
+    valid = {}
+    for group in flag_groups(method).values():
+        valid |= group
+    return valid
+
+
+def flags_of_others(method):
+    """{other method: {name: Flag}}: the flags that are valid with it, but not with this method."""
+    valid = valid_flags(method)
+    groups = {}
+    for other in METHODS:
+        groups[other] = flags.fields_of(METHODS[other].Config, DERIVED)
+        for name in groups[other].keys() & valid.keys():
+            del groups[other][name]
+    return groups
 
 
 def pick(values, cls, derived=()):
@@ -420,6 +428,8 @@ def find_tie(settings):
     return "the method's Config says so"
 
 
+# ---- which flags tell runs apart -----------------------------------------------------------------
+
 # Flags in which two commands for one run may always differ. `tokens` is among them because it
 # becomes `steps`. `steps` may differ, too, where no learning rate depends on the length of the run.
 MAY_DIFFER = ("out", "tokens", "micro_batch")
@@ -430,12 +440,16 @@ def flags_that_may_differ(tied_by):
     return MAY_DIFFER if tied_by else (*MAY_DIFFER, "steps")
 
 
-def name_of(values, fields):
+def name_of(values, tied_by):
     """The name of a run's folder: what people look for first, and a digest of the flags.
 
     A flag that has its field's default does not count, so a flag that is new changes no name.
     """
-    changed = {name: value for name, value in values.items() if value != fields[name].default}
+    fields = valid_flags(values["method"])
+    changed = {}
+    for name in values.keys() - {*flags_that_may_differ(tied_by)}:
+        if values[name] != fields[name].default:
+            changed[name] = values[name]
     words = [values["method"], values["model"], str(values["batch"])]
     if "lr" in values:
         words.append(f"lr{values['lr']}")

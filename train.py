@@ -222,33 +222,109 @@ def make_warm_up(session, params, key):
 # ---- training ------------------------------------------------------------------------------------
 
 
-@partial(jax.jit, static_argnames=("network", "micro_batch"))
-def mean_loss(network, params, tokens, micro_batch=0):
-    """Mean loss in nats per token on tokens, int32 [B, T+1]; micro_batch: see parallel.mean."""
-    return parallel.mean(partial(model.loss, network), micro_batch)(params, tokens)
+def train(session, state, rows):
+    """Trains to the last outer step or to the target loss. Returns the rows of the log up to there.
+
+    state, rows: where an earlier command stopped; None and [] begin with the warm-up. Raises Stop
+    if a signal came, FloatingPointError if a loss is not finite.
+    """
+    run, config = session.run, session.run.config
+    metrics = {}
+    if state is None:
+        state, metrics = first_state(session)
+    print(report.header(), *map(report.table_row, rows), sep="\n")
+    if checkpoint.is_beyond(state, run.last_step):
+        return rows
+
+    t0 = int(state.t)
+    total = None if config.steps is None else config.steps * run.reads_per_step
+    done = t0 * run.reads_per_step + int(state.k)
+    with session.progress.bar(config.method, total, done):
+        for t in range(t0, run.last_step + 1):  # the last round only records
+            last = t == run.last_step
+            due = last or t % config.eval_every == 0
+            logged = bool(rows) and rows[-1]["step"] == t  # by an earlier command
+            if due and not logged:
+                record(session, state, t, metrics, rows)
+                metrics = {}
+            if last or reached(config.target_loss, rows):
+                break
+            start = time.perf_counter()
+            state, metrics = outer_step(session, state, t, metrics)
+            session.progress.reach((t + 1) * run.reads_per_step)
+            if t == t0 + 1:  # the second step, as the first one compiled, too
+                say_time_left(session, t, time.perf_counter() - start)
+    return rows
 
 
-def evaluate(session, params):
-    """Mean loss in nats per token on held-out windows.
+def say_time_left(session, t, seconds):
+    """Says how long the run will still take, if it has a length and outer step t took so long."""
+    steps = session.run.config.steps
+    if steps is None:
+        return
+    seconds_left = seconds * (steps - t - 1)
+    if seconds_left > 10:
+        session.progress.write(report.time_left(seconds_left))
 
-    They are the same windows at every step, for every seed and for every size of an inner batch.
+
+def first_state(session):
+    """The method's state after the warm-up, and the metrics of the warm-up."""
+    start = Meters.read()
+    params, train_loss = warm_up(session)
+    metrics = {"train_loss": train_loss} | start.spent({})
+    init = parallel.jit(session.run.method.init, static_argnums=1)
+    return init(params, session.run.settings), metrics
+
+
+def outer_step(session, state, t, before):
+    """The state after outer step t of the method, and its metrics.
+
+    before: metrics of earlier steps that are in no row yet. Costs and refusals are added up.
     """
     run = session.run
-    text = session.corpus.val
-    context = run.network.context
-    at_once = run.config.inner_batch
-    count = min(run.config.eval_tokens // context, data.windows(text, context))
-    count = max(1, count)
-    seed = 0  # not that of the run
-    total = 0.0
-    for first in range(0, count, at_once):
-        session.safe_point()
-        session.progress.show("evaluation")
-        numbers = range(first, min(first + at_once, count))
-        windows = data.sequences([text], context, seed, numbers)
-        tokens = parallel.put(run.mesh, windows, parallel.rows)
-        total += mean_loss(run.network, params, tokens, run.micro_batch) * len(windows)
-    return float(total) / count
+    start = Meters.read()
+    first = run.warmup_batches + t * run.batches_per_step
+    batches = session.batches(first, "inner batches")
+    fresh = session.batches(first + run.settings.inner_steps, "line search")
+    with session.progress.bar(f"step {t + 1}", run.reads_per_step, int(state.k)):
+        state, metrics = run.method.update(state, batches, fresh, run.settings, session.saver.watch)
+        jax.block_until_ready(state)
+    refused = int(metrics.get("alpha") == 0)
+    sums = {"refused": before.get("refused", 0) + refused}
+    return state, metrics | sums | start.spent(before)
+
+
+class Meters(NamedTuple):
+    """A reading of the clock and of the GPUs' counters of energy."""
+
+    seconds: float
+    joules: float  # None where there is no counter
+
+    @staticmethod
+    def read():
+        """The reading now."""
+        return Meters(time.perf_counter(), energy.joules())
+
+    def spent(self, earlier):
+        """What was used since this reading, as metrics; those of earlier steps are added."""
+        now = Meters.read()
+        metrics = {"seconds": earlier.get("seconds", 0) + now.seconds - self.seconds}
+        if self.joules is not None and now.joules is not None:
+            metrics["joules"] = earlier.get("joules", 0) + now.joules - self.joules
+        return metrics
+
+
+def record(session, state, t, metrics, rows):
+    """Evaluates the state before outer step t, adds a row to the log, and saves the state."""
+    val_loss = evaluate(session, optimizers.weights(state))
+    if not math.isfinite(val_loss):
+        what = f"the loss is {val_loss} at outer step {t}; the last save is kept"
+        give_up(session.run, rows, t, f"{what}; try {report.smaller_steps(session.run)}")
+    rows.append(log_row(session, state, t, val_loss, metrics))
+    checkpoint.write_log(session.run.config.out, rows)
+    session.saver.save(state)
+    session.progress.write(report.table_row(rows[-1]))
+    session.ahead.waited = 0.0
 
 
 # What a row of log.jsonl holds in any case, in this order. null: the method has no such number, or
@@ -297,62 +373,33 @@ def plain(number):
     return number if math.isfinite(number) else None
 
 
-def train(session, state, rows):
-    """Trains to the last outer step or to the target loss. Returns the rows of the log up to there.
+def evaluate(session, params):
+    """Mean loss in nats per token on held-out windows.
 
-    state, rows: where an earlier command stopped; None and [] begin with the warm-up. Raises Stop
-    if a signal came, FloatingPointError if a loss is not finite.
+    They are the same windows at every step, for every seed and for every size of an inner batch.
     """
-    run, config = session.run, session.run.config
-    metrics = {}
-    if state is None:
-        state, metrics = first_state(session)
-    print(report.header(), *map(report.table_row, rows), sep="\n")
-    if checkpoint.is_beyond(state, run.last_step):
-        return rows
-
-    t0 = int(state.t)
-    total = None if config.steps is None else config.steps * run.reads_per_step
-    done = t0 * run.reads_per_step + int(state.k)
-    with session.progress.bar(config.method, total, done):
-        for t in range(t0, run.last_step + 1):  # the last round only records
-            last = t == run.last_step
-            due = last or t % config.eval_every == 0
-            logged = bool(rows) and rows[-1]["step"] == t  # by an earlier command
-            if due and not logged:
-                record(session, state, t, metrics, rows)
-                metrics = {}
-            if last or reached(config.target_loss, rows):
-                break
-            start = time.perf_counter()
-            state, metrics = outer_step(session, state, t, metrics)
-            session.progress.reach((t + 1) * run.reads_per_step)
-            if t == t0 + 1:  # the second step, as the first one compiled, too
-                say_time_left(session, t, time.perf_counter() - start)
-    return rows
+    run = session.run
+    text = session.corpus.val
+    context = run.network.context
+    at_once = run.config.inner_batch
+    count = min(run.config.eval_tokens // context, data.windows(text, context))
+    count = max(1, count)
+    seed = 0  # not that of the run
+    total = 0.0
+    for first in range(0, count, at_once):
+        session.safe_point()
+        session.progress.show("evaluation")
+        numbers = range(first, min(first + at_once, count))
+        windows = data.sequences([text], context, seed, numbers)
+        tokens = parallel.put(run.mesh, windows, parallel.rows)
+        total += mean_loss(run.network, params, tokens, run.micro_batch) * len(windows)
+    return float(total) / count
 
 
-def say_time_left(session, t, seconds):
-    """Says how long the run will still take, if it has a length and outer step t took so long."""
-    steps = session.run.config.steps
-    if steps is None:
-        return
-    seconds_left = seconds * (steps - t - 1)
-    if seconds_left > 10:
-        session.progress.write(report.time_left(seconds_left))
-
-
-def record(session, state, t, metrics, rows):
-    """Evaluates the state before outer step t, adds a row to the log, and saves the state."""
-    val_loss = evaluate(session, optimizers.weights(state))
-    if not math.isfinite(val_loss):
-        what = f"the loss is {val_loss} at outer step {t}; the last save is kept"
-        give_up(session.run, rows, t, f"{what}; try {report.smaller_steps(session.run)}")
-    rows.append(log_row(session, state, t, val_loss, metrics))
-    checkpoint.write_log(session.run.config.out, rows)
-    session.saver.save(state)
-    session.progress.write(report.table_row(rows[-1]))
-    session.ahead.waited = 0.0
+@partial(jax.jit, static_argnames=("network", "micro_batch"))
+def mean_loss(network, params, tokens, micro_batch=0):
+    """Mean loss in nats per token on tokens, int32 [B, T+1]; micro_batch: see parallel.mean."""
+    return parallel.mean(partial(model.loss, network), micro_batch)(params, tokens)
 
 
 def reached(target_loss, rows):
@@ -360,53 +407,6 @@ def reached(target_loss, rows):
     if target_loss is None or not rows:
         return False
     return rows[-1]["val_loss"] <= target_loss
-
-
-def first_state(session):
-    """The method's state after the warm-up, and the metrics of the warm-up."""
-    start = Meters.read()
-    params, train_loss = warm_up(session)
-    metrics = {"train_loss": train_loss} | start.spent({})
-    init = parallel.jit(session.run.method.init, static_argnums=1)
-    return init(params, session.run.settings), metrics
-
-
-class Meters(NamedTuple):
-    """A reading of the clock and of the GPUs' counters of energy."""
-
-    seconds: float
-    joules: float  # None where there is no counter
-
-    @staticmethod
-    def read():
-        """The reading now."""
-        return Meters(time.perf_counter(), energy.joules())
-
-    def spent(self, earlier):
-        """What was used since this reading, as metrics; those of earlier steps are added."""
-        now = Meters.read()
-        metrics = {"seconds": earlier.get("seconds", 0) + now.seconds - self.seconds}
-        if self.joules is not None and now.joules is not None:
-            metrics["joules"] = earlier.get("joules", 0) + now.joules - self.joules
-        return metrics
-
-
-def outer_step(session, state, t, before):
-    """The state after outer step t of the method, and its metrics.
-
-    before: metrics of earlier steps that are in no row yet. Costs and refusals are added up.
-    """
-    run = session.run
-    start = Meters.read()
-    first = run.warmup_batches + t * run.batches_per_step
-    batches = session.batches(first, "inner batches")
-    fresh = session.batches(first + run.settings.inner_steps, "line search")
-    with session.progress.bar(f"step {t + 1}", run.reads_per_step, int(state.k)):
-        state, metrics = run.method.update(state, batches, fresh, run.settings, session.saver.watch)
-        jax.block_until_ready(state)
-    refused = int(metrics.get("alpha") == 0)
-    sums = {"refused": before.get("refused", 0) + refused}
-    return state, metrics | sums | start.spent(before)
 
 
 def give_up(run, rows, t, message):

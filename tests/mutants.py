@@ -499,7 +499,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("train.py", "a folder in use ends the grid", '            results.append("in use")\n', "            raise\n"),
     ("train.py", "a resumed bar begins at the step before", 'done = t0 * run.reads_per_step + int(state.k)', 'done = t0 * run.reads_per_step'),
     ("recipe.py", "a tuned warm-up in place of the given one", 'if "warmup" in given and "warmup_steps" in values:', "if False:"),
-    ("recipe.py", "flags of other methods are unknown", "if name not in valid}", "if name in valid}"),
+    ("recipe.py", "flags of other methods are unknown", "groups[other].keys() & valid.keys()", "groups[other].keys() - valid.keys()"),
     ("recipe.py", "line-search tokens in other units", '        "inner_tokens": inner_tokens,', '        "inner_tokens": config.inner_batch,'),
     ("runtime/command.py", "all failures of the device as if of memory", ' and "RESOURCE_EXHAUSTED" in str(error):', ":"),
     ("train.py", "a lost warm-up begun anew", "saved = find_warm_up(run, unfinished_warm_up(run), saved) or saved", "saved = saved"),
