@@ -176,18 +176,17 @@ class Ahead:
     """Reads batches before they are asked for: ahead(index) is read(index), for index < end.
 
     Batches are asked for in order. While the caller works with one, a thread reads the next. While
-    the caller waits for one, it calls `check` every second, which may raise.
+    the caller waits for one, `check` is called every second, which may raise.
     """
 
-    def __init__(self, read, end, check=lambda: None):
+    def __init__(self, read, end):
         self.read = read
         self.end = end
-        self.check = check
         self.thread = futures.ThreadPoolExecutor(1)
         self.pending = {}  # {index: future of the batch}, of one batch at most
         self.waited = 0.0  # seconds that the caller waited
 
-    def __call__(self, index):
+    def __call__(self, index, check=lambda: None):
         start = time.perf_counter()
         asked = self.pending.get(index) or self.thread.submit(self.read, index)
         self.pending = {}
@@ -195,7 +194,7 @@ class Ahead:
         if following < self.end:
             self.pending[following] = self.thread.submit(self.read, following)
         while not futures.wait([asked], timeout=1).done:
-            self.check()
+            check()
         self.waited += time.perf_counter() - start
         return asked.result()
 

@@ -439,7 +439,7 @@ def jobs_of(name, text=None):
             words_of_run = [*words_of_run, "--out", folder]
             jobs[folder, run.last_step] = Job(words_of_run, run, experiment.program)
     # Lengths of one run, which have one folder, follow one another, the shortest first.
-    ordered = train.in_order([job.run for job in jobs.values()])
+    ordered = recipe.in_order([job.run for job in jobs.values()])
     return [jobs[run.config.out, run.last_step] for run in ordered]
 
 

@@ -44,7 +44,7 @@ class Config:
     mlp: str = "gelu"  # gelu (two matrices, as in the paper) | swiglu (three: the usual LLaMA)
     # LayerNorm on the queries and keys, over all heads together (paper); false = the usual LLaMA
     qk_norm: bool = True
-    # float32 | bfloat16: type of the factors of matrix products; train.py takes bfloat16 where fast
+    # float32 | bfloat16: type of the factors of matrix products; a run takes bfloat16 where fast
     dtype: str = "float32"
     head_chunk: int = 4096  # the most tokens whose logits are held at once; fewer = less memory
 

@@ -1,8 +1,8 @@
 """What a run is made of: its method, its flags with their defaults, and the sizes that follow.
 
-`configure` makes a Run of the words of a command line, and train.py trains it. The flags are the
-fields of three dataclasses: Config in this file, model.Config, and the Config of the method. Their
-defaults depend on the model, and on what was found to be good for the method there.
+`configure_grid` makes Runs of the words of a command line, and train.py trains them. The flags are
+the fields of three dataclasses: Config in this file, model.Config, and the Config of the method.
+Their defaults depend on the model, and on what was found to be good for the method there.
 
 An outer step, which is one update of a method, reads a batch. People give its size in tokens. It is
 cut into whole inner batches, which are what the model computes on: --inner-batch sequences of
@@ -26,11 +26,24 @@ from kernels import choice
 from runtime import files, flags, parallel
 from text.tokenizer import Tokenizer, tokenizer
 
+# ---- methods, flags and their defaults -----------------------------------------------------------
+
 
 class Method(NamedTuple):
-    """A way to train."""
+    """A way to train, such as the one that README.md adds.
 
-    module: Any  # its file, with the functions init and update
+    Its module has the functions `init` and `update`. Its Config has `inner_steps` and
+    `outer_steps`, which are filled in, and `fresh_batches`, which says how many inner batches a
+    line search may read. Its State has `t` and `k`, how many outer and inner steps are done.
+
+    A method may have more. In its module, `lower` returns its largest program before it is
+    compiled, so that memory can be planned. In its Config, `check` raises ValueError for a bad
+    value, `depends_on_length` says whether the learning rate depends on the length of the run,
+    `passes` how often a step reads its batch, and `micro_batch` is filled in. In its State,
+    `searched` counts the inner batches that line searches have read.
+    """
+
+    module: Any  # its file
     Config: type  # its settings
     title: str
 
@@ -44,6 +57,10 @@ METHODS = {
     "muon": Method(baselines, baselines.Muon, "Muon"),
     "soap": Method(baselines, baselines.SOAP, "SOAP"),
 }
+
+# The fields of a method's Config that are no flags. `configure_method` fills them in, but for
+# `model`, the module with the functions of the network, which keeps its default.
+DERIVED = ("model", "network", "inner_steps", "outer_steps", "inner_tokens", "micro_batch")
 
 
 @dataclass(frozen=True)
@@ -66,8 +83,8 @@ class Config:
     # tokens of the run, warm-up and line search not included; where --steps is given, that counts.
     # About 20 per parameter, as at 45m (Appendix G) and at 150m (Section 6.1.2)
     tokens: int = None
-    # outer steps; where neither this nor --target-loss is given, tokens / batch. With --target-loss
-    # and neither --steps nor --tokens, a run ends at the target only
+    # outer steps; where it is not given, tokens / batch. With --target-loss and neither --steps nor
+    # --tokens, a run ends at the target only; its learning rate must not depend on the length then
     steps: int = None
     # sequences in an inner batch, b_inner (Section 5: 32 at 45m, 128 at 150m)
     inner_batch: int = None
@@ -161,17 +178,16 @@ TUNED = {
 
 # ---- a run ---------------------------------------------------------------------------------------
 
-# The largest int32. A run counts at most so many inner batches, and a run that ends at its target
-# only tells its method that it has so many outer steps.
+# The largest int32. A run counts its inner batches in int32, so it has at most so many. A run that
+# has no length, as it ends at its target, tells its method that it has so many outer steps.
 NO_END = 2**31 - 1
 
 
 class Run(NamedTuple):
     """Everything that a command line says, and what follows from it."""
 
-    config: Config  # sizes filled in
-    method: Any  # the module of the method
-    title: str  # of the method
+    config: Config  # sizes filled in, but for micro_batch, which train.py finds for `settings`
+    method: Method
     settings: Any  # the Config of the method
     network: model.Config
     mesh: jax.sharding.Mesh  # the devices
@@ -179,7 +195,7 @@ class Run(NamedTuple):
     parameters: int  # how many the network has
     values: dict  # {flag: value} of all flags, those that were worked out, too
     given: dict  # {flag: value} of those on the command line, but for the folder
-    tied_by: str  # what makes the learning rate depend on the length, see find_tie; None: nothing
+    needs_length: str  # why its learning rate depends on its length (see why_length_counts) or None
 
     @property
     def inner_tokens(self):
@@ -193,7 +209,10 @@ class Run(NamedTuple):
 
     @property
     def batches_per_step(self):
-        """Inner batches that an outer step reads, line search included."""
+        """Different inner batches that an outer step has: its batch and those for line search.
+
+        The next step begins behind them, even if the line search reads fewer.
+        """
         return self.settings.inner_steps + self.settings.fresh_batches
 
     @property
@@ -208,7 +227,7 @@ class Run(NamedTuple):
 
     @property
     def reads_per_step(self):
-        """Inner batches that an outer step reads, each counted as often as it is read."""
+        """Inner batches that an outer step reads at most, counted anew in each pass."""
         return self.passes * self.settings.inner_steps + self.settings.fresh_batches
 
     @property
@@ -225,6 +244,34 @@ class Run(NamedTuple):
 
 
 # ---- from the words of a command line to a run ---------------------------------------------------
+
+
+def configure_grid(argv, about=""):
+    """The runs of a command line, which is a grid if a flag has commas. Raises ValueError.
+
+    about: what --help says before it lists the flags.
+    """
+    lines = flags.expand(argv)
+    home = None
+    if len(lines) > 1:
+        home = flags.peek(lines[0], "out", "runs")
+    return in_order([configure(line, home, about) for line in lines])
+
+
+def in_order(runs):
+    """The runs in the order in which they are trained, each of them once.
+
+    Runs of one folder are one run at several lengths. They follow one another, the shortest first,
+    so that each finds what the one before it has trained.
+    """
+    by_folder = {}
+    for run in runs:
+        by_length = by_folder.setdefault(run.config.out, {})
+        by_length[run.last_step] = run
+    ordered = []
+    for by_length in by_folder.values():
+        ordered += [by_length[length] for length in sorted(by_length)]
+    return ordered
 
 
 def configure(argv, home=None, about=""):
@@ -247,21 +294,20 @@ def configure(argv, home=None, about=""):
 
     method = METHODS[config.method]
     settings = configure_method(method.Config, config, network, values)
-    tied_by = find_tie(settings)
-    if config.steps is None and tied_by:
-        reason = f"the learning rate depends on the length of the run ({tied_by})"
+    needs_length = why_length_counts(settings)
+    if config.steps is None and needs_length:
+        reason = f"the learning rate depends on the length of the run ({needs_length})"
         raise ValueError(f"--target-loss needs --steps or --tokens beside it, as {reason}")
     values |= flags.values_of(config)
     values |= flags.values_of(settings, DERIVED)
 
     if home or not config.out:
-        config = replace(config, out=f"{home or 'runs'}/{name_of(values, tied_by)}")
+        config = replace(config, out=f"{home or 'runs'}/{name_of(values, needs_length)}")
     values["out"] = config.out
 
     run = Run(
         config=config,
-        method=method.module,
-        title=method.title,
+        method=method,
         settings=settings,
         network=network,
         mesh=parallel.mesh(config.inner_batch, config.shard),
@@ -269,7 +315,7 @@ def configure(argv, home=None, about=""):
         parameters=parameters,
         values=values,
         given={name: value for name, value in given.items() if name != "out"},
-        tied_by=tied_by,
+        needs_length=needs_length,
     )
     if run.total_batches > NO_END:
         required = "they must be below 2^31: raise --inner-batch"
@@ -304,7 +350,8 @@ def parse(argv, about=""):
     # The number of ids belongs to the model's own tokenizer; 0: as many as another has by itself.
     if given.get("tokenizer", values["tokenizer"]) != values["tokenizer"]:
         values["vocab_size"] = 0
-    # The tuned warm-up and average belong to the tuned schedule and line search.
+    # Tuned together with a schedule and a line search: if one of these is given, even the tuned
+    # one, the warm-up and the average are the defaults of their fields.
     if given.keys() & {"schedule", "line_search", "alphas"}:
         for name in tuned.keys() & {"warmup_steps", "average"}:
             values[name] = fields[name].default
@@ -331,10 +378,6 @@ MEANT = {
     "--iters": "--steps",
     "--warmup-fraction": "--warmup-tokens",
 }
-
-# The fields of a method's Config that are no flags. `configure_method` fills them in, but for
-# `model`, the module with the functions of the network, which keeps its default.
-DERIVED = ("model", "network", "inner_steps", "outer_steps", "inner_tokens", "micro_batch")
 
 
 def flag_groups(method):
@@ -368,12 +411,16 @@ def flags_of_others(method):
 
 
 def pick(values, cls, derived=()):
-    """The values of the flags that the fields of a dataclass make."""
+    """{field: value}: of some values, those of the fields of a dataclass that are not derived."""
     return {name: values[name] for name in flags.fields_of(cls, derived)}
 
 
 def work_out(config, network, parameters):
-    """The Config with the sizes that were left out, all in whole inner batches."""
+    """The Config with batch and warm-up in whole inner batches, and with what was left out.
+
+    Left out may be steps, warm-up and eval_every. parameters: of the network. Raises ValueError if
+    the batch is shorter than a sequence.
+    """
     if config.batch < network.context:
         fewer = f"fewer than one sequence of context {network.context}"
         raise ValueError(f"batch is {config.batch} tokens, {fewer}")
@@ -396,30 +443,31 @@ def work_out(config, network, parameters):
 def configure_method(cls, config, network, values):
     """The settings of a method, of class cls. Raises ValueError if one of its values is bad."""
     inner_tokens = config.inner_batch * network.context
-    derived = {
+    sizes = {
         "network": network,
         "inner_steps": config.batch // inner_tokens,
         "outer_steps": NO_END if config.steps is None else config.steps,
         "inner_tokens": inner_tokens,
         "micro_batch": config.micro_batch or 0,
     }
-    fields = flags.fields_of(cls)
-    derived = {name: value for name, value in derived.items() if name in fields}
-    settings = cls(**derived, **pick(values, cls, DERIVED))
+    has = flags.fields_of(cls)
+    sizes = {name: value for name, value in sizes.items() if name in has}
+    settings = cls(**sizes, **pick(values, cls, DERIVED))
     if hasattr(settings, "check"):
         settings.check()
     return settings
 
 
-def find_tie(settings):
-    """What ties a method's learning rate to the length of the run, such as "--warmup 0.2".
+def why_length_counts(settings):
+    """Why a method's learning rate depends on the length of the run, such as "--warmup 0.2".
 
-    None if nothing does: then a finished run can be lengthened.
+    None if it does not: then a finished run can be lengthened.
     """
     if not hasattr(settings, "depends_on_length"):
         return "the method's Config has no depends_on_length"
     if not settings.depends_on_length:
         return None
+    # It is the warm-up of the learning rate if without it nothing depends on the length.
     warmup = getattr(settings, "warmup", 0)
     if warmup and not replace(settings, warmup=0.0).depends_on_length:
         return f"--warmup {warmup}"
@@ -435,19 +483,19 @@ def find_tie(settings):
 MAY_DIFFER = ("out", "tokens", "micro_batch")
 
 
-def flags_that_may_differ(tied_by):
-    """The flags in which two commands for one run may differ; tied_by: as in a Run."""
-    return MAY_DIFFER if tied_by else (*MAY_DIFFER, "steps")
+def flags_that_may_differ(needs_length):
+    """The flags in which two commands for one run may differ; needs_length: as in a Run."""
+    return MAY_DIFFER if needs_length else (*MAY_DIFFER, "steps")
 
 
-def name_of(values, tied_by):
+def name_of(values, needs_length):
     """The name of a run's folder: what people look for first, and a digest of the flags.
 
     A flag that has its field's default does not count, so a flag that is new changes no name.
     """
     fields = valid_flags(values["method"])
     changed = {}
-    for name in values.keys() - {*flags_that_may_differ(tied_by)}:
+    for name in values.keys() - {*flags_that_may_differ(needs_length)}:
         if values[name] != fields[name].default:
             changed[name] = values[name]
     words = [values["method"], values["model"], str(values["batch"])]
@@ -459,11 +507,11 @@ def name_of(values, tied_by):
 
 
 def defaults_of(run):
-    """{flag: the value that counts for it where a saved run is older than the flag}."""
+    """{flag: value} for a comparison with a saved run: what a flag was that it is older than."""
     defaults = {}
     for name, flag in valid_flags(run.config.method).items():
         defaults[name] = flag.default
         if flag.default is None and name not in run.given:
-            # It was worked out from other flags. If those are equal there, so is this one.
+            # It was worked out from other flags. If those are equal in both runs, so is this one.
             defaults[name] = run.values[name]
     return defaults

@@ -32,7 +32,7 @@ import data
 import model
 import optimizers
 from kernels import choice
-from recipe import Run, configure, defaults_of, flags_that_may_differ
+from recipe import Run, configure_grid, defaults_of, flags_that_may_differ
 from runtime import checkpoint, energy, files, flags, live, memory, parallel, report
 from runtime.command import blaming_input, command, explain, say
 from runtime.progress import Progress
@@ -51,8 +51,13 @@ class Session(NamedTuple):
     saver: live.Saver
 
     def safe_point(self):
-        """Saves if it is time to. Raises Stop if a signal came."""
+        """Saves if it is time to, or if a signal came; then raises Stop if one did."""
         live.safe_point(self.signals, self.saver)
+
+    def stop_if_asked(self):
+        """A safe point while the run waits for text."""
+        if jax.process_count() == 1:  # several must stop together, at the next inner batch
+            self.safe_point()
 
     def batches(self, first, stage):
         """The function k -> inner batch number first + k of the run, int32 [B, T+1].
@@ -63,7 +68,7 @@ class Session(NamedTuple):
         def batch(k):
             self.safe_point()
             self.progress.advance(stage)
-            return self.ahead(first + k)
+            return self.ahead(first + k, self.stop_if_asked)
 
         return batch
 
@@ -71,30 +76,25 @@ class Session(NamedTuple):
 def open_session(run, corpus, signals):
     """The Session of a run."""
     config = run.config
-    saver = live.Saver(partial(checkpoint.save_state, run.config.out), run.config.save_every)
-
-    checked = set()  # groups of the text
+    save = partial(checkpoint.save_state, config.out)
+    checked = set()  # the numbers of the text's groups whose hashes were compared
 
     def read(index):
         context = run.network.context
         batch = data.batch(corpus.train, context, config.inner_batch, config.seed, index)
         hashes = corpus.train.hashes
         if hashes.keys() - checked:  # seldom: a group lasts for thousands of batches
-            checkpoint.check_text(run.config.out, hashes)
+            checkpoint.check_text(config.out, hashes)
             checked.update(hashes)
         return parallel.put(run.mesh, batch, parallel.rows)
-
-    def stop_if_asked():
-        if jax.process_count() == 1:  # several must stop together, at the next inner batch
-            live.safe_point(signals, saver)
 
     return Session(
         run=run,
         corpus=corpus,
-        ahead=data.Ahead(read, run.total_batches, stop_if_asked),
+        ahead=data.Ahead(read, run.total_batches),
         progress=Progress(run.inner_tokens),
         signals=signals,
-        saver=saver,
+        saver=live.Saver(save, config.save_every),
     )
 
 
@@ -113,23 +113,23 @@ def warm_up(session):
     if run.warmup_batches == 0:
         return params, None
 
-    key = warm_up_key(session)
-    path = Path("data") / f"warmup-{key[:12]}.npz"
+    digest = warm_up_digest(session)
+    path = Path("data") / f"warmup-{digest[:12]}.npz"
     like = {"params": params, "loss": jnp.zeros(()), "code": code_bytes()}
-    with as_only_maker(session, path):
-        found = find_warm_up(run, path, like)
+    with warm_up_lock(session, path):
+        found = load_warm_up(run, path, like)
         if found is None:
-            found = make_warm_up(session, params, key)
+            found = make_warm_up(session, params, digest)
             checkpoint.save(path, found, shared=True)
         else:
-            checkpoint.warn_of_other_code(path, np.asarray(found["code"]).tobytes().hex())
+            checkpoint.warn_of_other_code(path, hash_of(found["code"]))
     checkpoint.remove(unfinished_warm_up(run))
     return found["params"], found["loss"]
 
 
 @contextmanager
-def as_only_maker(session, path):
-    """Within it, no other run makes the warm-up of a path. Before, it waits for one that does.
+def warm_up_lock(session, path):
+    """Holds the lock of a warm-up that runs share. Waits while another run has it.
 
     On a GPU, a warm-up that is made twice does not end with the same bits. A run of several
     processes does not wait: if one of them waited here, the others would give it up for lost.
@@ -144,7 +144,7 @@ def as_only_maker(session, path):
         yield
 
 
-def warm_up_key(session):
+def warm_up_digest(session):
     """A hash of all that decides how a warm-up ends, but for the code."""
     run = session.run
     return files.digest(
@@ -165,26 +165,37 @@ def code_bytes():
     return np.frombuffer(bytes.fromhex(checkpoint.code()), np.uint8)
 
 
+def hash_of(code):
+    """The hash that `code_bytes` has made an array of."""
+    return np.asarray(code).tobytes().hex()
+
+
 def unfinished_warm_up(run):
     """The path of the state of a warm-up that is not finished."""
     return Path(run.config.out) / "warmup.npz"
 
 
-def find_warm_up(run, path, like):
-    """What an earlier run has left of a warm-up; None if there is nothing, or it is damaged."""
+def load_warm_up(run, path, like):
+    """The arrays of a warm-up's file, finished or not; None if there is none, or it is damaged.
+
+    like: a tree of arrays as the file must have them.
+    """
     found = None
     if path.exists():
         try:
             found = checkpoint.load(path, like)
         except ValueError as error:
             print(f"{error}; the warm-up is made again", file=sys.stderr)
-    if parallel.largest(found is None):  # one process cannot read it
+    if parallel.largest(found is None):  # in one process at least
         return None
     return parallel.put(run.mesh, found)
 
 
-def make_warm_up(session, params, key):
-    """The warm-up from params, or from where it was stopped: {"params", "loss", "code"}."""
+def make_warm_up(session, params, digest):
+    """The warm-up from params, or from where it was stopped: {"params", "loss", "code"}.
+
+    digest: that of `warm_up_digest`. Raises FloatingPointError if the warm-up diverges.
+    """
     run = session.run
     steps = run.warmup_batches
     settings = baselines.AdamW(
@@ -197,13 +208,14 @@ def make_warm_up(session, params, key):
         warmup=0.1,
     )
     init = parallel.jit(baselines.init, static_argnums=1)
-    # Under its key, so that what is left of another warm-up is not taken for a part of this one.
-    saved = {key: {"state": init(params, settings), "code": code_bytes()}}
-    saved = find_warm_up(run, unfinished_warm_up(run), saved) or saved
-    state, code = saved[key]["state"], saved[key]["code"]
+    # The digest is part of the arrays' names: what is left of another warm-up has other names, so
+    # that it is not taken for a part of this one.
+    begun = {digest: {"state": init(params, settings), "code": code_bytes()}}
+    begun = load_warm_up(run, unfinished_warm_up(run), begun) or begun
+    state, code = begun[digest]["state"], begun[digest]["code"]
 
     def save(state):
-        checkpoint.save(unfinished_warm_up(run), {key: {"state": state, "code": code}})
+        checkpoint.save(unfinished_warm_up(run), {digest: {"state": state, "code": code}})
 
     session = session._replace(saver=live.Saver(save, run.config.save_every))
     done = int(state.t)
@@ -226,10 +238,10 @@ def train(session, state, rows):
     """Trains to the last outer step or to the target loss. Returns the rows of the log up to there.
 
     state, rows: where an earlier command stopped; None and [] begin with the warm-up. Raises Stop
-    if a signal came, FloatingPointError if a loss is not finite.
+    if a signal came, FloatingPointError if an evaluation or the warm-up is not finite.
     """
     run, config = session.run, session.run.config
-    metrics = {}
+    metrics = {}  # of the steps since the last row
     if state is None:
         state, metrics = first_state(session)
     print(report.header(), *map(report.table_row, rows), sep="\n")
@@ -258,7 +270,10 @@ def train(session, state, rows):
 
 
 def say_time_left(session, t, seconds):
-    """Says how long the run will still take, if it has a length and outer step t took so long."""
+    """Says how long the run will still take, if it has a length.
+
+    seconds: how long outer step t took.
+    """
     steps = session.run.config.steps
     if steps is None:
         return
@@ -272,7 +287,7 @@ def first_state(session):
     start = Meters.read()
     params, train_loss = warm_up(session)
     metrics = {"train_loss": train_loss} | start.spent({})
-    init = parallel.jit(session.run.method.init, static_argnums=1)
+    init = parallel.jit(session.run.method.module.init, static_argnums=1)
     return init(params, session.run.settings), metrics
 
 
@@ -282,16 +297,18 @@ def outer_step(session, state, t, before):
     before: metrics of earlier steps that are in no row yet. Costs and refusals are added up.
     """
     run = session.run
+    update = run.method.module.update
     start = Meters.read()
     first = run.warmup_batches + t * run.batches_per_step
     batches = session.batches(first, "inner batches")
     fresh = session.batches(first + run.settings.inner_steps, "line search")
     with session.progress.bar(f"step {t + 1}", run.reads_per_step, int(state.k)):
-        state, metrics = run.method.update(state, batches, fresh, run.settings, session.saver.watch)
+        state, metrics = update(state, batches, fresh, run.settings, session.saver.watch)
         jax.block_until_ready(state)
     refused = int(metrics.get("alpha") == 0)
-    sums = {"refused": before.get("refused", 0) + refused}
-    return state, metrics | sums | start.spent(before)
+    metrics["refused"] = before.get("refused", 0) + refused
+    metrics |= start.spent(before)
+    return state, metrics
 
 
 class Meters(NamedTuple):
@@ -328,22 +345,23 @@ def record(session, state, t, metrics, rows):
 
 
 # What a row of log.jsonl holds in any case, in this order. null: the method has no such number, or
-# it is not finite.
+# it is not finite. Sums are those since the last row, or since the run was resumed after it; the
+# numbers of a method, such as the training loss, are those of the last step.
 ROW = (
     "step",  # outer steps done
-    "tokens",  # read so far, by the warm-up, the steps and the line searches
+    "tokens",  # different ones read so far, by the warm-up, the steps and the line searches
     "tokens_line_search",  # those of the line searches
     "train_loss",  # nats per token
     "val_loss",  # nats per token
     "val_bpb",  # bits per byte of the held-out text
-    "lr",
+    "lr",  # learning rate of the method; of Gauss-Newton, of its inner optimizer
     "alpha",  # step size of the line search
-    "inner_loss",
-    "seconds",  # of the steps since the last row, or since the run was resumed after it
-    "refused",  # steps since the last row that the line search refused
-    "input_wait",  # seconds since the last row that steps waited for a batch
+    "inner_loss",  # mean of what the inner loop lowers, over its inner steps
+    "seconds",  # of the steps, a sum
+    "refused",  # steps that the line search refused, a sum
+    "input_wait",  # seconds that steps waited for a batch, a sum
 )
-# Where the GPUs tell, a row has "joules", too: the energy of the steps since the last row.
+# Where the GPUs tell, a row has "joules", too: the energy of the steps, a sum.
 
 
 def log_row(session, state, t, val_loss, metrics):
@@ -390,9 +408,9 @@ def evaluate(session, params):
         session.safe_point()
         session.progress.show("evaluation")
         numbers = range(first, min(first + at_once, count))
-        windows = data.sequences([text], context, seed, numbers)
-        tokens = parallel.put(run.mesh, windows, parallel.rows)
-        total += mean_loss(run.network, params, tokens, run.micro_batch) * len(windows)
+        tokens = data.sequences([text], context, seed, numbers)
+        tokens = parallel.put(run.mesh, tokens, parallel.rows)
+        total += mean_loss(run.network, params, tokens, run.micro_batch) * len(numbers)
     return float(total) / count
 
 
@@ -419,51 +437,6 @@ def give_up(run, rows, t, message):
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def configure_all(argv):
-    """The runs of a command line, which is a grid if a flag has commas. Raises ValueError."""
-    lines = flags.expand(argv)
-    home = None
-    if len(lines) > 1:
-        home = flags.peek(lines[0], "out", "runs")
-    runs = [configure(line, home, about=__doc__) for line in lines]
-    for run in runs:
-        check_folder(run)
-    return in_order(runs)
-
-
-def in_order(runs):
-    """The runs in the order in which they are trained, each of them once.
-
-    Runs of one folder are one run at several lengths. They follow one another, the shortest first,
-    so that each finds what the one before it has trained.
-    """
-    by_folder = {}
-    for run in runs:
-        by_length = by_folder.setdefault(run.config.out, {})
-        by_length[run.last_step] = run
-    ordered = []
-    for by_length in by_folder.values():
-        ordered += [by_length[length] for length in sorted(by_length)]
-    return ordered
-
-
-def identity(run, corpus=None):
-    """What config.json says of a run: its flags, with None for the folder, and its text's hash."""
-    values = run.values | {"out": None}
-    if corpus:
-        values["corpus"] = corpus.meta["sha256"]
-    return values
-
-
-def check_folder(run, corpus=None):
-    """Raises ValueError if the run's folder holds anything but this run, shorter or longer."""
-    must_be = identity(run, corpus)
-    for name in flags_that_may_differ(run.tied_by):
-        del must_be[name]
-    reasons = {"steps": f"on which the learning rate depends: {run.tied_by}"}
-    checkpoint.check_folder(run.config.out, must_be, defaults_of(run), reasons)
-
-
 def check_places(runs):
     """Raises OSError if a folder cannot be written, InUse if the only run is in use.
 
@@ -477,121 +450,29 @@ def check_places(runs):
 
 
 def prepare_all(runs):
-    """The text of each run, tokenized as far as its warm-up reads. The rest follows while it runs.
+    """The text of each run, a list of data.Corpus. Raises ValueError if one is missing or short.
 
-    That part must be there at first: a warm-up that an earlier run has made is found by its hash.
-    Raises ValueError if the text is missing, damaged or too short.
+    What the warm-up reads is tokenized now, as the hash of this text tells whether an earlier run
+    has made the same warm-up. The rest is tokenized while the run trains.
     """
     prepare_once = cache(data.prepare)  # the runs of a grid may have one text
     tokens_of_longest = max(run.total_batches * run.inner_tokens for run in runs)
 
-    def prepare():
+    def find_all():
         corpora = []
         for run in runs:
             corpus = prepare_once(
                 run.config.data,
                 run.tokenizer,
                 run.network.context,
-                need=run.warmup_batches * run.inner_tokens,
+                need=run.config.warmup_tokens,
                 later=tokens_of_longest,
                 makes=jax.process_index() == 0,
             )
             corpora.append(corpus)
         return corpora
 
-    return parallel.first(prepare, "data")
-
-
-def execute(run, corpus, signals):
-    """Starts or resumes a run whose folder is held. Returns the rows of its log at the end."""
-
-    def new_state():
-        params = model.init(run.network, jax.random.key(0))
-        return run.method.init(params, run.settings)
-
-    state, rows = checkpoint.resume(run.config.out, new_state, run.last_step)
-    begun = describe_begun(run, state, rows)
-    state = parallel.put(run.mesh, state)
-    parallel.wait()  # or another process would find the folder half made
-    open_folder(run, corpus, state)
-    choice.choose(run.network)
-    with jax.set_mesh(run.mesh):
-        run, memory_needed = fit_memory(run, new_state)
-    tokens_in_text = None if corpus.meta["later_files"] else corpus.train.tokens_in_windows()
-    forms = choice.forms(run.network)
-    report.opening(run, forms, memory_needed, data.describe(corpus.meta), tokens_in_text, begun)
-    with jax.set_mesh(run.mesh), signals.deferred():
-        rows = train(open_session(run, corpus, signals), state, rows)
-    report.summary(run, rows)
-    return rows
-
-
-def fit_memory(run, new_state):
-    """The run with the largest micro-batch that fits into a device, and the MiB that it needs.
-
-    new_state: makes the method's state; it is only traced. Returns the run as it is, and None, in
-    three cases: --micro-batch is given; the devices do not say how much memory they have; the
-    method has no `lower`, which returns its largest program before it is compiled.
-    """
-    has_lower = hasattr(run.method, "lower") and hasattr(run.settings, "micro_batch")
-    if run.config.micro_batch or not has_lower:
-        return run, None
-    # All processes must compile the same programs: those for the smallest device. 0: not known.
-    available = memory.available() or 0
-    # `parallel` has only `largest`: the smallest is minus the largest of the negatives.
-    limit = -int(parallel.largest(-available))
-    if limit == 0:
-        return run, None
-
-    shape = (run.config.inner_batch, run.network.context + 1)
-    inner_batch = jax.ShapeDtypeStruct(shape, jnp.int32)
-    tokens = parallel.shapes(run.mesh, inner_batch, parallel.rows)
-    state = parallel.shapes(run.mesh, jax.eval_shape(new_state))
-
-    def lower(size):
-        return run.method.lower(state, tokens, replace(run.settings, micro_batch=size))
-
-    sequences = run.config.inner_batch // run.mesh.size
-    size, needed = memory.find_micro_batch(sequences, lower, limit)
-    return run._replace(settings=replace(run.settings, micro_batch=size)), needed
-
-
-def describe_begun(run, state, rows):
-    """What an earlier command has done of a run, in words."""
-    if state is None:
-        return "resumes in its warm-up" if unfinished_warm_up(run).exists() else "a new run"
-    if checkpoint.is_beyond(state, run.last_step):
-        return f"has {state.t} steps already; these are its rows up to step {run.last_step}"
-    if state.t == run.last_step or reached(run.config.target_loss, rows):
-        return "finished by an earlier command"
-    steps_then = checkpoint.read_config(run.config.out)["config"].get("steps")
-    if state.t == steps_then and state.k == 0:
-        return f"finished at {state.t} steps by an earlier command; goes on {report.goal(run)}"
-    return f"resumes in outer step {state.t + 1}"
-
-
-def open_folder(run, corpus, state):
-    """Creates the folder of a run. If it is there, and will be longer, says so in config.json."""
-    renewed = ()
-    if state is None or not checkpoint.is_beyond(state, run.last_step):
-        renewed = ("steps", "tokens")
-    checkpoint.open_folder(run.config.out, identity(run, corpus), renewed)
-
-
-def hold_and_execute(run, corpus, signals):
-    """Holds a run's folder and executes the run. Returns the rows of its log, or "diverged".
-
-    Raises InUse, or BadInput if the folder has come to hold anything else.
-    """
-    with ExitStack() as stack:
-        with blaming_input():
-            stack.enter_context(checkpoint.alone(run.config.out))
-            check_folder(run, corpus)  # again: no other process can change it any more
-        try:
-            return execute(run, corpus, signals)
-        except FloatingPointError as error:
-            say(f"train.py: {error}")
-            return "diverged"
+    return parallel.first(find_all, "data")
 
 
 def execute_all(runs, corpora, signals):
@@ -621,6 +502,116 @@ def execute_all(runs, corpora, signals):
     return results
 
 
+def hold_and_execute(run, corpus, signals):
+    """Holds a run's folder and executes the run. Returns the rows of its log, or "diverged".
+
+    Raises InUse, or BadInput if the folder has come to hold anything else.
+    """
+    with ExitStack() as stack:
+        with blaming_input():
+            stack.enter_context(checkpoint.alone(run.config.out))
+            check_folder(run, corpus)  # again: no other process can change it any more
+        try:
+            return execute(run, corpus, signals)
+        except FloatingPointError as error:
+            say(f"train.py: {error}")
+            return "diverged"
+
+
+def check_folder(run, corpus=None):
+    """Raises ValueError if the run's folder holds anything but this run, shorter or longer."""
+    must_be = saved_flags(run, corpus)
+    for name in flags_that_may_differ(run.needs_length):
+        del must_be[name]
+    reasons = {"steps": f"on which the learning rate depends: {run.needs_length}"}
+    checkpoint.check_folder(run.config.out, must_be, defaults_of(run), reasons)
+
+
+def saved_flags(run, corpus=None):
+    """What config.json has of a run: its flags, with None for the folder, and its text's hash."""
+    values = run.values | {"out": None}
+    if corpus:
+        values["corpus"] = corpus.meta["sha256"]
+    return values
+
+
+def execute(run, corpus, signals):
+    """Starts or resumes a run whose folder is held. Returns the rows of its log at the end."""
+
+    def new_state():
+        params = model.init(run.network, jax.random.key(0))
+        return run.method.module.init(params, run.settings)
+
+    state, rows = checkpoint.resume(run.config.out, new_state, run.last_step)
+    begun = describe_begun(run, state, rows)
+    state = parallel.put(run.mesh, state)
+    parallel.wait()  # or another process would find the folder half made
+    open_folder(run, corpus, state)
+    choice.choose(run.network)  # tries the kernels on a kind of GPU that is new to this folder
+    with jax.set_mesh(run.mesh):
+        run, memory_needed = fit_memory(run, new_state)
+    tokens_in_text = None if corpus.meta["later_files"] else corpus.train.tokens_in_windows()
+    forms = choice.forms(run.network)
+    report.opening(run, forms, memory_needed, data.describe(corpus.meta), tokens_in_text, begun)
+    with jax.set_mesh(run.mesh), signals.deferred():
+        rows = train(open_session(run, corpus, signals), state, rows)
+    report.summary(run, rows)
+    return rows
+
+
+def fit_memory(run, new_state):
+    """The run with the largest micro-batch that fits into a device, and the MiB that it needs.
+
+    new_state: makes the method's state; it is only traced. Returns the run as it is, and None, in
+    three cases: --micro-batch is given; the devices do not say how much memory they have; or the
+    method cannot be cut, as its Config has no micro_batch, or its module no function `lower`, which
+    returns the method's largest program before it is compiled.
+    """
+    can_be_cut = hasattr(run.method.module, "lower") and hasattr(run.settings, "micro_batch")
+    if run.config.micro_batch or not can_be_cut:
+        return run, None
+    # All processes must compile the same programs: those for the smallest device. 0: not known.
+    available = memory.available() or 0
+    # `parallel` has only `largest`: the smallest is minus the largest of the negatives.
+    limit = -int(parallel.largest(-available))
+    if limit == 0:
+        return run, None
+
+    shape = (run.config.inner_batch, run.network.context + 1)
+    inner_batch = jax.ShapeDtypeStruct(shape, jnp.int32)
+    tokens = parallel.shapes(run.mesh, inner_batch, parallel.rows)
+    state = parallel.shapes(run.mesh, jax.eval_shape(new_state))
+
+    def lower(size):
+        return run.method.module.lower(state, tokens, replace(run.settings, micro_batch=size))
+
+    sequences = run.config.inner_batch // run.mesh.size
+    size, needed = memory.find_micro_batch(sequences, lower, limit)
+    return run._replace(settings=replace(run.settings, micro_batch=size)), needed
+
+
+def describe_begun(run, state, rows):
+    """What an earlier command has done of a run, in words."""
+    if state is None:
+        return "resumes in its warm-up" if unfinished_warm_up(run).exists() else "a new run"
+    if checkpoint.is_beyond(state, run.last_step):
+        return f"has {state.t} steps already; these are its rows up to step {run.last_step}"
+    if state.t == run.last_step or reached(run.config.target_loss, rows):
+        return "finished by an earlier command"
+    steps_then = checkpoint.read_config(run.config.out)["config"].get("steps")
+    if state.t == steps_then and state.k == 0:
+        return f"finished at {state.t} steps by an earlier command; goes on {report.goal(run)}"
+    return f"resumes in outer step {state.t + 1}"
+
+
+def open_folder(run, corpus, state):
+    """Creates the folder of a run. If it is there, and will be longer, says so in config.json."""
+    renewed = ()
+    if state is None or not checkpoint.is_beyond(state, run.last_step):
+        renewed = ("steps", "tokens")
+    checkpoint.open_folder(run.config.out, saved_flags(run, corpus), renewed)
+
+
 @command
 def main(words):
     """Runs the command line."""
@@ -630,7 +621,10 @@ def main(words):
             parallel.start()  # before our signal handlers, as it sets one of its own
             stack.enter_context(signals)
             checkpoint.keep_programs("data/compiled")
-            runs = configure_all(words)
+            about = __doc__ or ""  # python -OO leaves docstrings out
+            runs = configure_grid(words, about)
+            for run in runs:
+                check_folder(run)
             check_places(runs)
             corpora = prepare_all(runs)
             for corpus in corpora:

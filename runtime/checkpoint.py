@@ -2,6 +2,7 @@
 
 config.json               the flags, the hash of the text, the commit, the versions, the device
 log.jsonl                 a row per evaluation
+text.json                 hashes of the parts of the text that the run has read
 checkpoint.npz            the method's whole state, each array in its own dtype
 checkpoint.previous.npz   the state that was saved before
 checkpoint.next.npz       while a state is saved, its draft

@@ -51,15 +51,16 @@ def opening(run, forms, memory_needed, text, whole_text, begun):
     """
     config, context = run.config, run.network.context
     devices = describe_devices(run, forms)
-    print(f"{run.title} on {config.model}: {run.parameters:,} parameters, {devices}")
+    print(f"{run.method.title} on {config.model}: {run.parameters:,} parameters, {devices}")
     print(f"text {config.data}, {text}")
 
     inner = f"{run.settings.inner_steps} inner batches of {config.inner_batch} x {context}"
     print(f"{describe_length(config)}: {inner} (sequences, positions)")
     if memory_needed is not None:
         print(describe_memory(run, memory_needed))
-    if run.tied_by:
-        print(f"a longer run is another one, as its learning rate would be another: {run.tied_by}")
+    if run.needs_length:
+        longer = "a longer run is another one, as its learning rate would be another"
+        print(f"{longer}: {run.needs_length}")
     for line in changes(run):
         print(line)
     if run.warmup_batches:

@@ -50,7 +50,7 @@ def numbers(method):
     run = recipe.configure([*SMALLER, "--method", method, *MORE.get(method, [])])
     settings = run.settings
     N = settings.inner_steps
-    state = run.method.init(random_params(settings.network), settings)
+    state = run.method.module.init(random_params(settings.network), settings)
     for t in range(STEPS.get(method, 1)):
         first = 2 * N * t
 
@@ -60,7 +60,7 @@ def numbers(method):
         def fresh(k, first=first):
             return tokens(first + N + k)
 
-        state, metrics = run.method.update(state, batches, fresh, settings)
+        state, metrics = run.method.module.update(state, batches, fresh, settings)
 
     loss = jax.jit(model.loss, static_argnums=0)
     found = {name: metrics.get(name) for name in ("train_loss", "inner_loss", "lr", "alpha")}

@@ -70,10 +70,13 @@ def test_depends_on_length_is_what_the_learning_rate_does(gn_schedule, schedule,
 def test_a_method_that_does_not_say_whether_it_depends_on_its_length_does():
     """As one that a user has added."""
     nothing_said = "the method's Config has no depends_on_length"
-    assert recipe.find_tie(object()) == nothing_said
-    assert recipe.find_tie(SimpleNamespace(warmup=0.1, schedule="x")) == nothing_said
-    assert recipe.find_tie(SimpleNamespace(depends_on_length=True)) == "the method's Config says so"
-    assert recipe.find_tie(SimpleNamespace(depends_on_length=False)) is None
+    assert recipe.why_length_counts(object()) == nothing_said
+    assert recipe.why_length_counts(SimpleNamespace(warmup=0.1, schedule="x")) == nothing_said
+    assert (
+        recipe.why_length_counts(SimpleNamespace(depends_on_length=True))
+        == "the method's Config says so"
+    )
+    assert recipe.why_length_counts(SimpleNamespace(depends_on_length=False)) is None
 
 
 def test_the_warm_up_depends_on_the_network_and_the_inner_batch_only():

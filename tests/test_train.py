@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -258,6 +259,30 @@ def test_a_run_that_was_stopped_in_its_warm_up_says_so(here, capsys):
         patch.setattr(baselines, "update", update)
         assert run(*line) == 143
     assert "r: a new run\n" in capsys.readouterr().out
+    assert run(*line) == 0
+    assert "r: resumes in its warm-up\n" in capsys.readouterr().out
+
+
+def test_a_signal_while_a_warm_up_waits_for_text_saves_it(here, capsys, monkeypatch):
+    """However long it is until the next save."""
+    read, stop_if_asked = data.batch, train.Session.stop_if_asked
+    may_read = threading.Event()
+
+    def batch(tokens, context, size, seed, index):
+        if index == 2:
+            may_read.wait(60)
+        return read(tokens, context, size, seed, index)
+
+    def signal_and_stop(session):
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop_if_asked(session)
+
+    monkeypatch.setattr(data, "batch", batch)
+    monkeypatch.setattr(train.Session, "stop_if_asked", signal_and_stop)
+    line = ["--method", "muon", "--out", "r", "--warmup-tokens", "1024"]
+    assert run(*line) == 143
+    may_read.set()
+    assert Path("r/warmup.npz").exists()
     assert run(*line) == 0
     assert "r: resumes in its warm-up\n" in capsys.readouterr().out
 

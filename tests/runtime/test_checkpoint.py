@@ -70,9 +70,8 @@ def test_fault_8_a_resumed_run_reads_no_batch_again_and_counts_its_tokens(here):
         assert run("--method", "muon", "--out", "r") == 143
     with signal_at(-1) as after:
         assert run("--method", "muon", "--out", "r") == 0
-    assert [place[-1] for place in before + after] == list(range(2 + 3 * 3)) and len(
-        before
-    ) == 2 + 3 + 2
+    assert [index for _, index, _ in before + after] == list(range(2 + 3 * 3))
+    assert len(before) == 2 + 3 + 2
     assert [row["tokens"] for row in rows("r")] == [128 + 192 * t for t in range(4)]
 
 
@@ -93,7 +92,7 @@ def test_a_warm_up_that_is_stopped_goes_on_bitwise(here, n):
     Path("r/warmup.npz.draft").touch()  # as of a kill in the next save
     with signal_at(-1) as after:
         assert run(*flags, "--out", "r") == 0
-    assert [place[-1] for place in before + after] == list(range(8 + 3 * 3))
+    assert [index for _, index, _ in before + after] == list(range(8 + 3 * 3))
     assert_same_run("r", "whole")
     assert not list(Path("r").glob("warmup*"))
 
@@ -118,7 +117,7 @@ def test_a_warm_up_is_saved_when_minutes_have_passed(here, capsys, damaged):
         damage(Path("r/warmup.npz"))
     with signal_at(-1) as after:
         assert run(*flags, "--out", "r") == 0
-    assert after[0][-1] == (0 if damaged else 5)
+    assert after[0][1] == (0 if damaged else 5)
     assert ("r/warmup.npz cannot be read" in capsys.readouterr().err) == damaged
     assert_same_run("r", "whole")
 
@@ -583,7 +582,7 @@ def test_a_run_and_a_warm_up_resume_when_the_code_has_changed(here, monkeypatch,
         assert run("--method", "muon", "--warmup-tokens", "512") == 0
     (folder,) = Path("runs").iterdir()
     said = f"{folder} was begun with other code than the present one\n"
-    assert after[0][-1] == 4 and capsys.readouterr().err == said
+    assert after[0][1] == 4 and capsys.readouterr().err == said
     assert_same_run(folder, "whole")
 
     # The warm-up was begun with the code of before: a run that takes it now says that.

@@ -157,7 +157,7 @@ def test_without_docstrings_the_help_is_there():
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.count("usage: ") == ended.stdout.count("status 0") == 6
     words = " ".join(ended.stdout.split())
-    assert "outer steps; where neither this nor --target-loss is given" in words
+    assert "outer steps; where it is not given" in words
 
 
 def test_in_another_shell_a_run_is_the_same(with_run):

@@ -230,7 +230,8 @@ def test_all_processes_take_what_fits_into_each(gibibytes, monkeypatch):
 def test_a_method_that_does_not_say_what_it_needs_is_left_as_it_is(gibibytes):
     """One of your own, without the function `lower`, or with a Config without micro_batch."""
     planned = small_run()
-    for own in ({"method": SimpleNamespace(init=gn.init)}, {"settings": SimpleNamespace()}):
+    method = recipe.Method(SimpleNamespace(init=gn.init), gn.Config, "without lower")
+    for own in ({"method": method}, {"settings": SimpleNamespace()}):
         changed = planned._replace(**own)
         assert train.fit_memory(changed, init_of(planned)) == (changed, None)
 

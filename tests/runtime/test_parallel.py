@@ -160,10 +160,10 @@ def test_a_checkpoint_of_four_devices_goes_on_on_two(here, monkeypatch):
     assert run(*flags, "--out", "whole") == 0
     original = data.Ahead.__call__
 
-    def stop(self, index):
+    def stop(self, index, check):
         if index == 2 + 3 + 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return original(self, index)
+        return original(self, index, check)
 
     monkeypatch.setattr(data.Ahead, "__call__", stop)
     assert run(*flags, "--out", "r") == 143
