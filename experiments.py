@@ -364,9 +364,11 @@ EXPERIMENTS["45m-grids"] = Experiment(
 {FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.006,0.01
 {FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.01,0.015 --line-search 10
 {FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 10 --lr 0.01
-{FORTY_FIVE_M_GN} --schedule 'constant+inner cosine' --steps 14 --lr 0.003,0.01
+{FORTY_FIVE_M_GN} --schedule 'constant+inner cosine' --steps 14 --lr 0.003,0.006,0.01
+{FORTY_FIVE_M_GN} --schedule 'constant+inner cosine' --steps 14 --lr 0.006 --inner-epochs 2
 {FORTY_FIVE_M_PROX} --steps 12 --lr 0.006,0.01,0.015
 {FORTY_FIVE_M_PROX} --steps 9 --lr 0.01
+--method gn_prox --average 0 --steps 12 --lr 0.01
 {FORTY_FIVE_M_LAYERWISE} --schedule 'global cosine' --steps 12 --lr 0.01,0.015
 {FORTY_FIVE_M_LAYERWISE} --schedule 'constant+inner cosine' --steps 14 --lr 0.006,0.01
 {FORTY_FIVE_M_SOAP} --lr 0.003,0.005,0.008
@@ -384,7 +386,18 @@ EXPERIMENTS["45m"] = Experiment(
 {FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.01
 {FORTY_FIVE_M_PROX} --steps 12 --lr 0.01
 {FORTY_FIVE_M_SOAP} --lr 0.005
+{FORTY_FIVE_M_MUON} --lr 0.03
 """,
+)
+
+EXPERIMENTS["45m-stand-ins"] = Experiment(
+    "Which stand-in for the loss is wrong where a step of 45m goes too far?",
+    f"{FORTY_FIVE_M} --batch 4m {FORTY_FIVE_M_GN}",
+    """
+--schedule 'global cosine' --steps 12 --lr 0.01
+--schedule 'constant+inner cosine' --steps 14 --lr 0.003
+""",
+    program=stand_ins,
 )
 
 EXPERIMENTS["45m-12m-grids"] = Experiment(

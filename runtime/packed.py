@@ -18,8 +18,8 @@ from runtime import checkpoint, files
 START = b'{"config":'  # of each line
 
 # Numbers whose names begin so keep three digits. No more are ever shown of times, energies and
-# norms; lr follows from the schedule, and val_bpb from the loss.
-ROUGH = ("seconds", "joules", "norm_", "lr", "val_bpb")
+# norms, and val_bpb follows from the loss.
+ROUGH = ("seconds", "joules", "norm_", "val_bpb")
 
 
 def is_packed(path):
@@ -115,12 +115,14 @@ def format_line(run):
 def shorten(run):
     """A run without what its rows need not say, and with fewer digits of its numbers.
 
-    Nulls are left out, and `refused` where no step was. Numbers keep six digits, those that are
-    ROUGH three. `input_wait` is rounded to a hundredth of a second.
+    Nulls are left out; so is `lr`, which follows from the flags, and `refused` where no step was.
+    Numbers keep six digits, those that are ROUGH three. `input_wait` is rounded to a hundredth of a
+    second.
     """
     rows = []
     for row in run["rows"]:
         says = {name: value for name, value in row.items() if value is not None}
+        says.pop("lr", None)
         if not says.get("refused"):
             says.pop("refused", None)
         rows.append({name: shorten_number(name, value) for name, value in says.items()})

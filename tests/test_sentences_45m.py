@@ -87,7 +87,7 @@ def test_the_settings_at_45m_do_as_is_said():
 
 
 def test_the_inner_loops_at_45m_go_as_far_as_is_said():
-    """At three seeds, and at a smaller learning rate with seed 0."""
+    """At three seeds, and with more step sizes with seed 0."""
     (words,) = words_of("RESULTS.md")
     quarters, first = [], []
     for run in runs_of("results/45m.jsonl", method="gn"):
@@ -98,18 +98,49 @@ def test_the_inner_loops_at_45m_go_as_far_as_is_said():
     assert "In the first five or six steps of each run, the line search chooses 0.25" in words
     assert f"At the end of the first inner loop, at θ, the loss is {range_of(first)}." in words
 
-    slow = the_run_of("results/45m-grids.jsonl", method="gn", lr=0.003)["rows"][1:]
-    highest = max(row["loss_at_1"] for row in slow)
-    assert f"it is at most {highest:.1f} there, and the line search takes half" in words
-    assert [row["alpha"] for row in slow[:9]] == 9 * [0.5]
-
     file = "results/45m-grids.jsonl"
+    five = the_run_of(file, method="gn", lr=0.01, line_search=5, steps=12)["rows"]
     ten = the_run_of(file, method="gn", lr=0.01, line_search=10)["rows"]
     assert round(ten[1]["alpha"], 2) == 0.18 and ten[-1]["step"] == 10
-    assert "the line search takes 0.18 at first, and the run needs 10 steps as before." in words
+    lower = five[3]["val_loss"] - ten[3]["val_loss"]
+    assert "the line search takes 0.18 at first" in words
+    assert f"{lower:.2f} lower after three steps, but the run needs 10 steps as before." in words
     larger = the_run_of(file, method="gn", lr=0.015)["rows"]
     assert larger[1]["alpha"] == 0.125 and larger[-1]["step"] == 11
     assert "it takes 0.125 at first, and the run needs 11." in words
+
+
+def test_the_first_inner_loop_at_45m_lowers_the_quadratic_as_is_said():
+    """Means over all inner steps of the first outer step."""
+    (words,) = words_of("RESULTS.md")
+
+    def first_means(file, **flags):
+        return [run["rows"][1]["inner_loss"] for run in runs_of(f"results/{file}.jsonl", **flags)]
+
+    setting = {"method": "gn", "lr": 0.01, "schedule": "global cosine"}
+    means = first_means("45m", **setting) + first_means("45m-grids", **setting)
+    assert f"its values are {extremes(means)} on average" in words
+    starts = [run["rows"][0]["val_loss"] for run in runs_of("results/45m.jsonl")]
+    assert f"where the loss at the start is {extremes(starts)}." in words
+    (of_six,) = first_means("45m-grids", method="gn", lr=0.006)
+    (of_three,) = first_means("45m-grids", method="gn", lr=0.003)
+    assert f"With 0.006 they are {of_six:.2f}, and with 0.003" in words
+    assert f"`constant+inner cosine` {of_three:.2f}." in words
+
+    slow = the_run_of("results/45m-grids.jsonl", method="gn", lr=0.003)["rows"][1:]
+    highest = max(row["loss_at_1"] for row in slow)
+    assert f"the loss at θ is at most {highest:.1f}, and the line search takes half" in words
+    alphas = [round(row["alpha"], 2) for row in slow]
+    assert alphas == 9 * [0.5] + 5 * [0.35] and slow[-1]["val_loss"] > 4.1
+
+    small = {"method": "gn", "lr": 0.003, "b2": 0.999}
+    starts = [run["rows"][0]["val_loss"] for run in runs_of("results/5m-12m.jsonl", **small)]
+    of_5m = f"is {extremes(first_means('5m-12m', **small))} on average, and the loss at the start"
+    assert f"the quadratic {of_5m} {extremes(starts)}." in words
+    prox = first_means("45m", method="gn_prox") + first_means(
+        "45m-grids", method="gn_prox", lr=0.01
+    )
+    assert f"no better in its first loop ({extremes(prox)})." in words
 
 
 def test_the_runs_at_45m_with_12m_tokens_do_as_is_said():
@@ -121,20 +152,26 @@ def test_the_runs_at_45m_with_12m_tokens_do_as_is_said():
     assert at_4m["rows"][-1]["step"] == 7
     costs = {costs_of(run) for run in runs_of(file, method="gn_prox")}
     (at_12m,) = costs  # of both runs, as they are rounded
-    assert f"Each of the two runs takes {at_12m}; the one with batches" in words
-    assert f"with batches of 4m takes {costs_of(at_4m)}." in words
+    assert f"each of the two runs takes {at_12m}; the one with batches" in words
+    assert f"with batches of 4m and 0.01 takes {costs_of(at_4m)}." in words
+    slower = the_run_of("results/45m-grids.jsonl", method="gn_prox", lr=0.006)
+    assert slower["rows"][-1]["step"] == 8 and "it needs 8 and 7." in words
 
     gn = the_run_of(file, method="gn")["rows"]
     assert [row["alpha"] == 0 for row in gn[1:]] == 5 * [True] + 4 * [False]
     assert f"and the run ends at {gn[-1]['val_loss']:.3f}." in words
     small = the_run_of("results/45m-grids.jsonl", method="gn", lr=0.01, line_search=5, steps=12)
     at_theta = [f"{rows[1]['loss_at_1']:.0f}" for rows in (gn, small["rows"])]
-    ends = f"is {at_theta[0]} after the first inner loop, and {at_theta[1]} with batches of 4m."
+    ends = f"is {at_theta[0]}, where it is {at_theta[1]} with batches of 4m."
     assert f"the loss at θ {ends}" in words
+    farther = gn[1]["norm_matrices"] / small["rows"][1]["norm_matrices"]
+    assert f"the weight matrices are {farther:.1f} times as far from their start" in words
     quarter, start = gn[1]["loss_at_0.25"], gn[1]["loss_at_0"]
     assert f"it is still {quarter:.1f}, where the start has {start:.1f}." in words
     (tuning,) = words_of("docs/tuning.md")
     assert f"9 planned steps it ends at {gn[-1]['val_loss']:.3f}, above the target." in tuning
+    layerwise = the_run_of("results/45m-grids.jsonl", method="layerwise_gn")["rows"]
+    assert f"it ends at {layerwise[-1]['val_loss']:.3f}, just above the target." in tuning
 
 
 def costs_of(run):
@@ -158,7 +195,7 @@ def test_a_run_at_45m_takes_as_much_time_and_energy_as_is_said():
     assert f"{of_gn}, SOAP {costs['soap']}." in words
     gn, prox, soap = (f"{number:.1f}" for number in of_a_step.values())
     assert f"A step takes {gn}, {prox} and {soap} s, in this order." in words
-    of_both = f"{range_of(seconds['gn'])} s against {range_of(seconds['soap'])} s |"
-    assert f"on `45m` {of_both}" in words
+    of_both = f"{range_of(seconds['gn'])} s against {range_of(seconds['soap'])} s, with"
+    assert f"on `45m` {of_both} batches of 4m only |" in words
     assert round(np.mean(seconds["soap"]) / np.mean(seconds["gn"])) == 2  # "about half"
     assert round(np.mean(seconds["soap"]) / np.mean(seconds["gn_prox"])) == 3  # "a third"

@@ -294,6 +294,9 @@ def test_a_falling_learning_rate_does_as_is_said_of_soap_and_muon_at_12m_tokens(
     (words,) = words_of("RESULTS.md")
     of_soap = f"SOAP planned for {planned} steps ends at {loss}, where it is below 3.21 after"
     assert f"{of_soap} {steps} with a learning rate that stays" in words
+    gn = the_run_of("results/5m-batches.jsonl", method="gn", lr=0.005, batch=11_993_088)["rows"]
+    assert gn[-1]["step"] == 8 and gn[-2]["val_loss"] > 3.21 >= gn[-1]["val_loss"]
+    assert "it needs 8 at learning rate 0.005" in words
     planned, loss, steps = ends["muon"]
     assert f"Muon planned for {planned} ends at {loss}, where {steps} are enough." in words
 

@@ -26,8 +26,9 @@ def test_a_packed_run_has_six_digits_of_a_loss_and_three_of_the_seconds():
     assert packed.shorten(packed_run) == packed_run
 
 
-def test_a_packed_run_says_how_many_steps_were_refused_and_not_that_none_was():
-    rows = [{"refused": 0, "input_wait": 0.0357}, {"refused": 2, "input_wait": 12.3456}]
+def test_a_packed_run_does_not_say_what_its_rows_need_not_say():
+    """The learning rate, and that no step was refused."""
+    rows = [{"refused": 0, "input_wait": 0.0357}, {"refused": 2, "input_wait": 12.3456, "lr": 0.1}]
     packed_run = packed.shorten({"config": {}, "about": {}, "rows": rows})
     assert packed_run["rows"] == [{"input_wait": 0.04}, {"refused": 2, "input_wait": 12.35}]
 
