@@ -86,6 +86,17 @@ EXPERIMENTS["tiny-line-search"] = Experiment(
 """,
 )
 
+EXPERIMENTS["tiny-average"] = Experiment(
+    "Is a step better if the line search goes to the mean of the inner iterates?",
+    f"{TINY} --method gn --schedule 'global cosine' --line-search 5",
+    """
+--average 0,0.97 --lr 0.02,0.03 --seed 0,1,2
+--average 0.99 --lr 0.02
+--average 0.9,0.99 --lr 0.03
+--average 0,0.9,0.97 --lr 0.06
+""",
+)
+
 EXPERIMENTS["tiny-grids"] = Experiment(
     "What is the best setting of each method, on tiny?",
     TINY,
@@ -241,7 +252,7 @@ EXPERIMENTS["5m-12m-grids"] = Experiment(
 {GN_8_STEPS} --lr 0.006,0.01 --b2 0.95 --damping 0.0001
 {GN_8_STEPS} --lr 0.006 --b2 0.95 --damping 0.001
 {GN_8_STEPS} --lr 0.003 --b2 0.9
-{GN_8_STEPS} --lr 0.003,0.006 --average 0.99
+{GN_8_STEPS} --lr 0.003,0.006,0.01 --average 0.97
 {GN_8_STEPS} --lr 0.006,0.01 --inner-batch 64
 {GN_8_STEPS} --lr 0.0015,0.002
 {GN_8_STEPS} --lr 0.006 --momentum 0.8
@@ -249,7 +260,7 @@ EXPERIMENTS["5m-12m-grids"] = Experiment(
 {GN_8_STEPS} --lr 0.006 --inner-warmup 0.2
 {GN_6_STEPS} --lr 0.003,0.006,0.01
 {GN_6_STEPS} --lr 0.006 --line-search 10
-{GN_6_STEPS} --lr 0.006 --average 0.99
+{GN_6_STEPS} --lr 0.006 --average 0.97
 {FIVE_M_PROX} --average 0 --steps 6 --lr 0.003,0.006
 {FIVE_M_PROX} --average 0.99 --steps 6 --lr 0.006
 {FIVE_M_PROX} --average 0.99 --steps 5 --lr 0.006 --b2 0.999,0.95
@@ -364,6 +375,7 @@ EXPERIMENTS["45m-grids"] = Experiment(
 {FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.006,0.01
 {FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.01,0.015 --line-search 10
 {FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 10 --lr 0.01
+{FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.01,0.015 --average 0.95,0.99
 {FORTY_FIVE_M_GN} --schedule 'constant+inner cosine' --steps 14 --lr 0.003,0.006,0.01
 {FORTY_FIVE_M_GN} --schedule 'constant+inner cosine' --steps 14 --lr 0.006 --inner-epochs 2
 {FORTY_FIVE_M_PROX} --steps 12 --lr 0.006,0.01,0.015
@@ -406,6 +418,7 @@ EXPERIMENTS["45m-12m-grids"] = Experiment(
     f"""
 {FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 9 --lr 0.01
 {FORTY_FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.003,0.006
+{FORTY_FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.006 --average 0.99
 {FORTY_FIVE_M_PROX} --steps 6 --lr 0.006,0.01
 {FORTY_FIVE_M_SOAP} --lr 0.005,0.008
 {FORTY_FIVE_M_MUON} --lr 0.02,0.03

@@ -77,7 +77,8 @@ class Config(BaseConfig):
     weight_decay: float = 0.001  # of every matrix, times lr, per inner step (App. H: 0 or 0.001)
     damping: float = 0.0  # λ of ½ λ |δ|², added to L2 (App. H, "loss weight decay": 0 to 0.1)
     parameter_weight_decay: float = 0.0  # of every matrix, per outer step (App. H: 0 to 0.1)
-    # decay τ of the weight average, per inner step (App. H: 0.9 to 0.999); 0 = no average
+    # decay τ of a running mean of θ, per inner step (App. H: 0.9 to 0.999); 0 = no mean. Without a
+    # line search, the mean is evaluated in place of θ; with one, the search goes to the mean
     average: float = None  # default: 0 with a line search, 0.999 without
     # largest gradient norm: with Muon, of embedding and head, and of all else; 0 = no limit
     clip: float = 1.0
@@ -126,7 +127,8 @@ class State(NamedTuple):
 
     params: Any  # θ_t; in functions below: theta0
     theta: Any  # θ, the inner iterate
-    average: Any  # the weight average, evaluated in place of θ_t; None where config.average is 0
+    average: Any  # without a line search, the running mean of θ, which is evaluated; or None
+    mean: Any  # with one, the running mean of θ, to which the line search goes; or None
     opt: Any  # state of the inner optimizer
     t: jax.Array  # outer steps done
     searched: jax.Array  # inner batches that all line searches until now have read
@@ -138,13 +140,17 @@ class State(NamedTuple):
 def init(params, config):
     """State at the first outer step, from copies of θ_0, as `inner_step` overwrites its state."""
     theta = jax.tree.map(jnp.copy, params)
-    average = jax.tree.map(jnp.copy, params) if config.average else None
+    average, mean = None, None
+    if config.average and config.line_search:
+        mean = jax.tree.map(jnp.copy, params)
+    elif config.average:
+        average = jax.tree.map(jnp.copy, params)
     opt = config.optimizer(0.0).init(params)  # the same for any lr
     t, searched, k = jnp.zeros(3, jnp.int32)
     dtype = jax.tree.leaves(params)[0].dtype
     losses, inner_losses = jnp.zeros((2, config.loop_steps), dtype)
     params = jax.tree.map(jnp.copy, params)
-    return State(params, theta, average, opt, t, searched, k, losses, inner_losses)
+    return State(params, theta, average, mean, opt, t, searched, k, losses, inner_losses)
 
 
 @on_gpu(quadratic_kernel)
@@ -221,12 +227,10 @@ def inner_step(state, tokens, config, value_and_grad=value_and_grad):
     lr = learning_rate(state.t, state.k, config)
     step, opt = config.optimizer(lr).update(grad, state.opt, state.theta)
     theta = optax.apply_updates(state.theta, step)
-    average = state.average  # None if there is no average
-    if not config.line_search:  # with one, `move` averages the θ_t
-        average = optimizers.update_average(average, theta, config.average)
     return state._replace(
         theta=theta,
-        average=average,
+        average=optimizers.update_average(state.average, theta, config.average),
+        mean=optimizers.update_average(state.mean, theta, config.average),
         opt=opt,
         k=state.k + 1,
         losses=state.losses.at[state.k].set(ell),
@@ -247,9 +251,14 @@ def inner_loop(state, batches, config, watch, value_and_grad=value_and_grad):
     return state
 
 
+def found(state):
+    """The weights that an inner loop has found: θ, or its running mean if there is a `mean`."""
+    return state.theta if state.mean is None else state.mean
+
+
 @parallel.jit
 def move(state, alpha, config):
-    """The State at the start of the next outer step, at θ_{t+1} = θ_t + α (θ - θ_t).
+    """The State at the start of the next outer step, at θ_{t+1} = θ_t + α (found(state) - θ_t).
 
     Every matrix of θ_{t+1} is then multiplied by 1 - config.parameter_weight_decay, except after a
     refused step (α = 0).
@@ -259,23 +268,24 @@ def move(state, alpha, config):
     linearized next. With config.restart, and after a refused step, the loop starts from θ_{t+1},
     with a new optimizer state.
     """
-    params = between(state.params, state.theta, alpha)
+    params = between(state.params, found(state), alpha)
     new_opt = config.optimizer(0.0).init(params)
     refused = alpha == 0
     restart = refused | config.restart
     theta = jax.tree.map(partial(jnp.where, restart), params, state.theta)
     opt = jax.tree.map(partial(jnp.where, restart), new_opt, state.opt)
+    mean = state.mean
+    if mean is not None:
+        mean = jax.tree.map(partial(jnp.where, restart), params, mean)
     keep = jnp.where(refused, 1, 1 - config.parameter_weight_decay)
     params = optimizers.scale_matrices(params, keep)
-    theta = optimizers.scale_matrices(theta, keep)  # θ too: else moving to θ would undo the decay
-    average = state.average
-    if config.line_search:  # one outer step counts as its inner steps
-        tau = config.average**config.loop_steps
-        average = optimizers.update_average(average, params, tau)
+    # θ and its mean, too: else moving to them would undo the decay.
+    theta = optimizers.scale_matrices(theta, keep)
+    mean = optimizers.scale_matrices(mean, keep)
     return state._replace(
         params=params,
         theta=theta,
-        average=average,
+        mean=mean,
         opt=opt,
         t=state.t + 1,
         k=jnp.zeros_like(state.k),
@@ -305,10 +315,10 @@ def update(state, batches, fresh, config, watch=lambda state: None, value_and_gr
         "inner_loss_last": state.inner_losses[-1],
         "lr": learning_rate(state.t, 0, config),
     }
-    metrics |= optimizers.norms_of_step(state.params, state.theta)
+    metrics |= optimizers.norms_of_step(state.params, found(state))
     alpha = 1.0
     if config.line_search:
-        alpha, losses, read = line_search(state.params, state.theta, fresh, config)
+        alpha, losses, read = line_search(state.params, found(state), fresh, config)
         state = state._replace(searched=state.searched + read)
         metrics |= {"alpha": alpha} | losses
     return move(state, alpha, config), metrics

@@ -82,7 +82,7 @@ def measure(theta0, theta, fresh, config):
 def update(state, batches, fresh, config, watch=lambda state: None):
     """One outer step of gn.py, with the numbers of `measure` among its metrics."""
     state = gn.inner_loop(state, batches, config, watch)
-    measured = measure(state.params, state.theta, fresh, config)
+    measured = measure(state.params, gn.found(state), fresh, config)
     # The inner loop is done, so gn.update only searches and moves. After the move, θ_t is gone.
     state, metrics = gn.update(state, batches, fresh, config, watch)
     return state, metrics | measured

@@ -359,29 +359,32 @@ def test_a_move_changes_theta_t_and_the_inner_iterate_goes_on(float64):
     assert not any(after.losses) and not any(after.inner_losses)
 
 
-def test_a_restart_begins_at_theta_t_with_an_optimizer_that_has_seen_nothing(float64):
+@pytest.mark.parametrize("average", [0.0, 0.6])
+def test_a_restart_begins_at_theta_t_with_an_optimizer_that_has_seen_nothing(float64, average):
     """--restart true: each inner loop starts from θ_{t+1}, as a run would; its decay is kept."""
-    config = config_of(TOY, restart=True, parameter_weight_decay=0.1)
+    config = config_of(TOY, restart=True, parameter_weight_decay=0.1, average=average)
     before = inside_an_outer_step(random_params(TOY), config)
     after = gn.move(before, 0.25, config)
-    plain = gn.move(before, 0.25, config_of(TOY, parameter_weight_decay=0.1))
+    kept_on = config_of(TOY, parameter_weight_decay=0.1, average=average)
+    plain = gn.move(before, 0.25, kept_on)
     assert_same(after.params, plain.params)
     assert_same(after, gn.init(after.params, config)._replace(t=jnp.int32(1)))
 
 
-def test_a_refused_step_leaves_nothing_behind(float64):
+@pytest.mark.parametrize("average", [0.0, 0.6])
+def test_a_refused_step_leaves_nothing_behind(float64, average):
     """α = 0: θ_t stays exactly, undecayed; the next loop starts from it, without momentum."""
-    config = config_of(TOY, parameter_weight_decay=0.1)
+    config = config_of(TOY, parameter_weight_decay=0.1, average=average)
     params = random_params(TOY)
     after = gn.move(inside_an_outer_step(params, config), jnp.zeros(()), config)
     assert_same(after, gn.init(params, config)._replace(t=jnp.int32(1)))
 
 
 def test_parameter_weight_decay_shrinks_matrices_once_an_outer_step(float64):
-    """θ_{t+1} and θ are (1 - w) times what they would be, on matrices; norms stay."""
-    config = config_of(TOY, parameter_weight_decay=0.1)
+    """θ_{t+1}, θ and its mean are (1 - w) times what they would be, on matrices; norms stay."""
+    config = config_of(TOY, parameter_weight_decay=0.1, average=0.6)
     before = inside_an_outer_step(random_params(TOY), config)
-    plain = gn.move(before, 0.25, config_of(TOY))
+    plain = gn.move(before, 0.25, config_of(TOY, average=0.6))
     decayed = gn.move(before, 0.25, config)
 
     def check(a, b, is_matrix):
@@ -390,42 +393,34 @@ def test_parameter_weight_decay_shrinks_matrices_once_an_outer_step(float64):
     matrices = optimizers.is_matrix(before.params)
     jax.tree.map(check, plain.params, decayed.params, matrices)
     jax.tree.map(check, plain.theta, decayed.theta, matrices)
+    jax.tree.map(check, plain.mean, decayed.mean, matrices)
 
 
-@pytest.mark.parametrize("tau, passes", [(0.0, 1), (0.6, 1), (0.6, 2)])
-def test_fault_7_an_average_over_outer_steps_still_forgets_the_start(float64, tau, passes):
-    """With a line search, n outer steps of N inner ones: τ^(nN) θ_0 + (1 - τ^N) Σ τ^(N(n-i)) θ_i.
+def test_fault_7_with_a_line_search_the_average_is_the_mean_of_the_inner_iterates(float64):
+    """After n inner steps, of all outer steps: τ^n θ_0 + (1 - τ) Σ τ^(n-i) θ_i.
 
-    N counts the inner steps of every pass. The average is evaluated, and steers nothing. τ = 0:
-    there is none.
+    The search goes there. What is evaluated is θ_{t+1}. The next loop starts from θ all the same.
     """
-    config = config_of(TOY, average=tau, inner_epochs=passes)
-    thetas = [random_params(TOY)]
-    state = gn.init(thetas[0], config)
-    for seed in (1, 2, 3):
-        state = state._replace(theta=inside_an_outer_step(thetas[0], config, seed).theta)
+    config = config_of(TOY, average=0.6)
+    theta0 = expected = random_params(TOY)
+    state = gn.init(theta0, config)
+    for seed in (1, 2):
+        for k in range(config.inner_steps):
+            state = gn.inner_step(state, random_tokens(TOY, seed + 10 * k), config, bowl)
+            expected = add(jax.tree.map(lambda a: 0.6 * a, expected), state.theta, 0.4)
+        close(state.mean, expected, 1e-12)
+        theta, mean = kept(state.theta), kept(state.mean)
         state = gn.move(state, 0.5, config)
-        thetas.append(state.params)
-        close(state.params, gn.between(thetas[-2], state.theta, 0.5), 1e-12)
-    if tau == 0:
-        assert state.average is None
-        assert optimizers.weights(state) is state.params
-        return
-
-    decay = tau ** (2 * passes)  # two inner steps a pass
-    expected = jax.tree.map(lambda a: decay**3 * a, thetas[0])
-    for i in (1, 2, 3):
-        expected = add(expected, thetas[i], (1 - decay) * decay ** (3 - i))
-    close(optimizers.weights(state), expected, 1e-12)
+        close(state.params, gn.between(theta0, mean, 0.5), 1e-12)
+        theta0 = kept(state.params)
+        assert_same(state.theta, theta)
+        assert state.average is None and optimizers.weights(state) is state.params
 
 
-def test_with_a_line_search_no_inner_step_moves_the_average():
-    config = config_of(TOY, average=0.5)
-    assert config_of(TOY).average == 0  # by default there is none
-    state = gn.init(few_params(), config)
-    expected = kept(state.average)
-    after = gn.inner_step(state, random_tokens(TOY, 2), config, bowl)
-    assert_same(after.average, expected)
+def test_by_default_there_is_no_average_with_a_line_search():
+    state = gn.init(few_params(), config_of(TOY))
+    assert state.average is None and state.mean is None
+    assert optimizers.weights(state) is state.params
 
 
 def test_without_line_search_the_step_is_taken_whole():
@@ -459,11 +454,11 @@ def outer_steps_by_hand(params, config, value_and_grad, clipped=None):
 
     value_and_grad(theta0, delta, tokens): the objective; clipped(grad): its clipped gradient, if
     that is not left to the optimizer. The settings are BY_HAND and global+inner cosine; of config
-    only line search, passes and restart are read.
+    only line search, average, passes and restart are read.
     """
     batches, fresh = many(ONE)
     K = 2 * config.inner_epochs
-    theta0, theta = params, params
+    theta0, theta, mean = params, params, params
     opt = by_hand_optimizer("muon", 0.0).init(params)
     rows = []
     for t in range(2):
@@ -475,15 +470,17 @@ def outer_steps_by_hand(params, config, value_and_grad, clipped=None):
                 theta, opt = descend(theta, opt, clipped(grad), lr, clip=0.0)
             else:
                 theta, opt = descend(theta, opt, grad, lr)
+            tau = config.average if config.line_search else 0.0
+            mean = add(jax.tree.map(lambda a, tau=tau: tau * a, mean), theta, 1 - tau)
             losses.append(float(loss))
             values.append(float(value))
         row = {"train_loss": np.mean(losses), "inner_loss": np.mean(values)}
         row |= {"inner_loss_first": values[0], "inner_loss_last": values[-1]}
-        row |= norms_by_hand(add(theta, theta0, -1))
+        row |= norms_by_hand(add(mean, theta0, -1))
         row["lr"] = 0.05 * half_cosine(t / 2)
-        theta0, of_search = searched_by_hand(theta0, theta, fresh, config)
+        theta0, of_search = searched_by_hand(theta0, mean, fresh, config)
         if config.restart:
-            theta = theta0
+            theta, mean = theta0, theta0
             opt = by_hand_optimizer("muon", 0.0).init(params)
         rows.append(row | of_search)
     return theta0, rows
@@ -540,13 +537,19 @@ def assert_update_is_by_hand(method, config, value_and_grad, clipped=None):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"inner_epochs": 2, "guard": False}, {"restart": True, "guard": False}],
-    ids=["plain", "epochs", "restart"],
+    [
+        {},
+        {"inner_epochs": 2, "guard": False},
+        {"restart": True, "guard": False},
+        {"average": 0.6, "guard": False},
+    ],
+    ids=["plain", "epochs", "restart", "average"],
 )
 def test_update_is_algorithm_1_written_out_with_the_dense_matrix(float64, changes):
     """Two outer steps with g + G δ from step 1 of the argument: same θ_2, losses, lr and α.
 
-    Once as by default, once with two passes over the batch, once with a restart.
+    Once as by default, once with two passes over the batch, once with a restart, and once with a
+    line search that goes to the mean of the inner iterates.
     """
 
     def value_and_grad(theta0, delta, tokens):

@@ -1,5 +1,6 @@
 """The numbers in the sentences on `tiny` are what the logs give."""
 
+import numpy as np
 import pandas as pd
 from logs import FAMILY
 from sentences import (
@@ -106,6 +107,57 @@ def test_tiny_needs_its_line_search_as_is_said():
         for name in ("tiny-grids", "tiny-line-search")
     )
     assert f"is {with_it:.3f} with a line search (`tiny-grids`), and {without:.3f} without" in words
+
+
+def test_a_line_search_to_the_mean_of_inner_iterates_does_as_is_said():
+    """At three seeds, but for learning rate 0.06 and other decays, which have seed 0."""
+    file = "results/tiny-average.jsonl"
+    (words,) = words_of("RESULTS.md")
+
+    def losses_of(lr, average, step):
+        """At seeds 0, 1 and 2, or at 0 alone."""
+        runs = sorted(runs_of(file, lr=lr, average=average), key=lambda run: run["config"]["seed"])
+        return np.array([run["rows"][step]["val_loss"] for run in runs])
+
+    def lower_by(lr, step):
+        without, with_mean = losses_of(lr, 0.0, step), losses_of(lr, 0.97, step)
+        assert max(with_mean) < min(without)  # so the difference counts
+        return without - with_mean
+
+    for step in range(1, 21):
+        assert (losses_of(0.02, 0.97, step) < losses_of(0.02, 0.0, step)).all()  # "is ahead"
+    assert f"after 10 steps {extremes(lower_by(0.02, 10))} lower at the same seed" in words
+    ends = lower_by(0.02, 20)
+    assert f"and the last one {min(ends):.3f} to {max(ends):.3f}." in words
+
+    def steps_to(target, **flags):
+        found = set()
+        for run in runs_of(file, **flags):
+            losses = [row["val_loss"] for row in run["rows"]]
+            found.add(next(step for step, loss in enumerate(losses) if loss <= target))
+        return found
+
+    assert "It comes to 1.6 in 10 steps, where it needs 11 or 12 without." in words
+    assert steps_to(1.6, lr=0.02, average=0.97) == {10}
+    assert steps_to(1.6, lr=0.02, average=0.0) == {11, 12}
+    assert "At 0.03 it needs 10 or 11, and 13 without." in words
+    assert steps_to(1.6, lr=0.03, average=0.97) == {10, 11}
+    assert steps_to(1.6, lr=0.03, average=0.0) == {13}
+
+    def alphas_of(average):
+        runs = runs_of(file, lr=0.02, average=average)
+        return {round(row["alpha"], 2) for run in runs for row in run["rows"][1:11]}
+
+    assert alphas_of(0.97) == {0.35, 0.5} and alphas_of(0.0) == {0.35}
+    assert was_refused(the_run_of(file, lr=0.06, average=0.0))
+    assert not any(was_refused(run) for run in runs_of(file) if run["config"]["average"])
+    (middle,) = losses_of(0.06, 0.0, 10) - losses_of(0.06, 0.97, 10)
+    (end,) = losses_of(0.06, 0.97, 20) - losses_of(0.06, 0.0, 20)
+    assert f"{middle:.3f} lower after 10 steps, but {end:.3f} higher at the end." in words
+    decays = [losses_of(0.03, average, 20)[0] for average in (0.9, 0.97, 0.99)]
+    without = losses_of(0.03, 0.0, 20)[0]
+    of_decays = f"are {min(decays):.3f} to {max(decays):.3f}, and {without:.3f} without a mean."
+    assert f"at learning rate 0.03 {of_decays}" in words
 
 
 def errors_of_stand_ins(at="1", **flags):
