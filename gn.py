@@ -77,8 +77,9 @@ class Config(BaseConfig):
     weight_decay: float = 0.001  # of every matrix, times lr, per inner step (App. H: 0 or 0.001)
     damping: float = 0.0  # λ of ½ λ |δ|², added to L2 (App. H, "loss weight decay": 0 to 0.1)
     parameter_weight_decay: float = 0.0  # of every matrix, per outer step (App. H: 0 to 0.1)
-    # decay τ of a running mean of θ, per inner step (App. H: 0.9 to 0.999); 0 = no mean. Without a
-    # line search, the mean is evaluated in place of θ; with one, the search goes to the mean
+    # decay τ of a running mean of θ, per inner step; 0 = no mean. Without a line search, the mean
+    # is evaluated in place of θ (App. H: 0.9 to 0.999); with one, the search goes to the mean, and
+    # 1 / (1 - τ) should be fewer than the inner steps of an outer step
     average: float = None  # default: 0 with a line search, 0.999 without
     # largest gradient norm: with Muon, of embedding and head, and of all else; 0 = no limit
     clip: float = 1.0
@@ -127,8 +128,8 @@ class State(NamedTuple):
 
     params: Any  # θ_t; in functions below: theta0
     theta: Any  # θ, the inner iterate
-    average: Any  # without a line search, the running mean of θ, which is evaluated; or None
-    mean: Any  # with one, the running mean of θ, to which the line search goes; or None
+    average: Any  # the running mean of θ, which is evaluated; None with a line search or τ = 0
+    theta_mean: Any  # the same, to which the line search goes; None without one or with τ = 0
     opt: Any  # state of the inner optimizer
     t: jax.Array  # outer steps done
     searched: jax.Array  # inner batches that all line searches until now have read
@@ -140,17 +141,14 @@ class State(NamedTuple):
 def init(params, config):
     """State at the first outer step, from copies of θ_0, as `inner_step` overwrites its state."""
     theta = jax.tree.map(jnp.copy, params)
-    average, mean = None, None
-    if config.average and config.line_search:
-        mean = jax.tree.map(jnp.copy, params)
-    elif config.average:
-        average = jax.tree.map(jnp.copy, params)
+    mean = jax.tree.map(jnp.copy, params) if config.average else None
+    average, theta_mean = (None, mean) if config.line_search else (mean, None)
     opt = config.optimizer(0.0).init(params)  # the same for any lr
     t, searched, k = jnp.zeros(3, jnp.int32)
     dtype = jax.tree.leaves(params)[0].dtype
     losses, inner_losses = jnp.zeros((2, config.loop_steps), dtype)
     params = jax.tree.map(jnp.copy, params)
-    return State(params, theta, average, mean, opt, t, searched, k, losses, inner_losses)
+    return State(params, theta, average, theta_mean, opt, t, searched, k, losses, inner_losses)
 
 
 @on_gpu(quadratic_kernel)
@@ -230,7 +228,7 @@ def inner_step(state, tokens, config, value_and_grad=value_and_grad):
     return state._replace(
         theta=theta,
         average=optimizers.update_average(state.average, theta, config.average),
-        mean=optimizers.update_average(state.mean, theta, config.average),
+        theta_mean=optimizers.update_average(state.theta_mean, theta, config.average),
         opt=opt,
         k=state.k + 1,
         losses=state.losses.at[state.k].set(ell),
@@ -251,46 +249,46 @@ def inner_loop(state, batches, config, watch, value_and_grad=value_and_grad):
     return state
 
 
-def found(state):
-    """The weights that an inner loop has found: θ, or its running mean if there is a `mean`."""
-    return state.theta if state.mean is None else state.mean
+def destination(state):
+    """Where a step with α = 1 leads: to θ, or to its running mean if the search goes there."""
+    return state.theta if state.theta_mean is None else state.theta_mean
 
 
 @parallel.jit
 def move(state, alpha, config):
-    """The State at the start of the next outer step, at θ_{t+1} = θ_t + α (found(state) - θ_t).
+    """The State at the start of the next outer step, at θ_{t+1} = θ_t + α (destination - θ_t).
 
     Every matrix of θ_{t+1} is then multiplied by 1 - config.parameter_weight_decay, except after a
     refused step (α = 0).
 
     The next inner loop starts from θ, not from θ_{t+1} (Section 5.1): the inner optimizer goes on
     from the point that it has come to, with its momentum there. α only decides where the network is
-    linearized next. With config.restart, and after a refused step, the loop starts from θ_{t+1},
-    with a new optimizer state.
+    linearized next. The mean of θ goes on, too. With config.restart, and after a refused step, the
+    loop starts from θ_{t+1}, with a new optimizer state and a new mean.
     """
-    params = between(state.params, found(state), alpha)
-    new_opt = config.optimizer(0.0).init(params)
-    refused = alpha == 0
-    restart = refused | config.restart
-    theta = jax.tree.map(partial(jnp.where, restart), params, state.theta)
-    opt = jax.tree.map(partial(jnp.where, restart), new_opt, state.opt)
-    mean = state.mean
-    if mean is not None:
-        mean = jax.tree.map(partial(jnp.where, restart), params, mean)
-    keep = jnp.where(refused, 1, 1 - config.parameter_weight_decay)
-    params = optimizers.scale_matrices(params, keep)
-    # θ and its mean, too: else moving to them would undo the decay.
-    theta = optimizers.scale_matrices(theta, keep)
-    mean = optimizers.scale_matrices(mean, keep)
-    return state._replace(
+    params = between(state.params, destination(state), alpha)
+    going_on = state._replace(
         params=params,
-        theta=theta,
-        mean=mean,
-        opt=opt,
         t=state.t + 1,
         k=jnp.zeros_like(state.k),
         losses=jnp.zeros_like(state.losses),
         inner_losses=jnp.zeros_like(state.inner_losses),
+    )
+    begun_anew = going_on._replace(
+        theta=params,
+        theta_mean=None if state.theta_mean is None else params,
+        opt=config.optimizer(0.0).init(params),
+    )
+    refused = alpha == 0
+    restart = refused | config.restart
+    after = jax.tree.map(partial(jnp.where, restart), begun_anew, going_on)
+
+    # θ and its mean, too: else moving to them would undo the decay.
+    keep = jnp.where(refused, 1, 1 - config.parameter_weight_decay)
+    return after._replace(
+        params=optimizers.scale_matrices(after.params, keep),
+        theta=optimizers.scale_matrices(after.theta, keep),
+        theta_mean=optimizers.scale_matrices(after.theta_mean, keep),
     )
 
 
@@ -303,7 +301,7 @@ def update(state, batches, fresh, config, watch=lambda state: None, value_and_gr
         train_loss, inner_loss: ℓ at θ_t and L2 at θ, means over all inner steps
         inner_loss_first, inner_loss_last: L2 at the first and the last inner step
         lr: of the first inner step
-        norm_matrices, ..: ‖θ - θ_t‖ of each group of optimizers.py
+        norm_matrices, ..: ‖destination - θ_t‖ of each group of optimizers.py
         alpha (0: refused), loss_at_1, ..: see line_search.py; only if line_search > 0
     An update deletes the state it is given. To keep one, copy it: jax.tree.map(jnp.copy, state).
     """
@@ -315,10 +313,10 @@ def update(state, batches, fresh, config, watch=lambda state: None, value_and_gr
         "inner_loss_last": state.inner_losses[-1],
         "lr": learning_rate(state.t, 0, config),
     }
-    metrics |= optimizers.norms_of_step(state.params, found(state))
+    metrics |= optimizers.norms_of_step(state.params, destination(state))
     alpha = 1.0
     if config.line_search:
-        alpha, losses, read = line_search(state.params, found(state), fresh, config)
+        alpha, losses, read = line_search(state.params, destination(state), fresh, config)
         state = state._replace(searched=state.searched + read)
         metrics |= {"alpha": alpha} | losses
     return move(state, alpha, config), metrics

@@ -5,7 +5,8 @@
 Gauss-Newton replaces the loss L twice. The network is linearized, which leaves L1 (gn_prox.py).
 Then the loss is expanded to second order in the logits, which leaves L2 (gn.py). An inner loop
 lowers L2. Where L is far from L2, the step may go too far. At the end of each inner loop, before
-the line search, this program measures all three on fresh tokens, on the way from θ_t to θ:
+the line search, this program measures all three on fresh tokens, on the way from θ_t to θ (or to
+the running mean of θ, if --average is given):
 
     L2, L1 and L at θ_t + α (θ - θ_t),     α = 1 and ½
 
@@ -82,7 +83,7 @@ def measure(theta0, theta, fresh, config):
 def update(state, batches, fresh, config, watch=lambda state: None):
     """One outer step of gn.py, with the numbers of `measure` among its metrics."""
     state = gn.inner_loop(state, batches, config, watch)
-    measured = measure(state.params, gn.found(state), fresh, config)
+    measured = measure(state.params, gn.destination(state), fresh, config)
     # The inner loop is done, so gn.update only searches and moves. After the move, θ_t is gone.
     state, metrics = gn.update(state, batches, fresh, config, watch)
     return state, metrics | measured

@@ -344,8 +344,11 @@ def inside_an_outer_step(params, config, seed=1):
     state = gn.init(params, config)
     opt = jax.tree.map(jnp.ones_like, state.opt)
     theta = add(params, change_of(params, seed=seed))
+    mean = None
+    if state.theta_mean is not None:
+        mean = add(params, change_of(params, seed=seed + 10))
     losses = state.losses + 5
-    return state._replace(theta=theta, opt=opt, k=jnp.int32(2), losses=losses)
+    return state._replace(theta=theta, theta_mean=mean, opt=opt, k=jnp.int32(2), losses=losses)
 
 
 def test_a_move_changes_theta_t_and_the_inner_iterate_goes_on(float64):
@@ -393,7 +396,7 @@ def test_parameter_weight_decay_shrinks_matrices_once_an_outer_step(float64):
     matrices = optimizers.is_matrix(before.params)
     jax.tree.map(check, plain.params, decayed.params, matrices)
     jax.tree.map(check, plain.theta, decayed.theta, matrices)
-    jax.tree.map(check, plain.mean, decayed.mean, matrices)
+    jax.tree.map(check, plain.theta_mean, decayed.theta_mean, matrices)
 
 
 def test_fault_7_with_a_line_search_the_average_is_the_mean_of_the_inner_iterates(float64):
@@ -408,8 +411,8 @@ def test_fault_7_with_a_line_search_the_average_is_the_mean_of_the_inner_iterate
         for k in range(config.inner_steps):
             state = gn.inner_step(state, random_tokens(TOY, seed + 10 * k), config, bowl)
             expected = add(jax.tree.map(lambda a: 0.6 * a, expected), state.theta, 0.4)
-        close(state.mean, expected, 1e-12)
-        theta, mean = kept(state.theta), kept(state.mean)
+        close(state.theta_mean, expected, 1e-12)
+        theta, mean = kept(state.theta), kept(state.theta_mean)
         state = gn.move(state, 0.5, config)
         close(state.params, gn.between(theta0, mean, 0.5), 1e-12)
         theta0 = kept(state.params)
@@ -419,7 +422,7 @@ def test_fault_7_with_a_line_search_the_average_is_the_mean_of_the_inner_iterate
 
 def test_by_default_there_is_no_average_with_a_line_search():
     state = gn.init(few_params(), config_of(TOY))
-    assert state.average is None and state.mean is None
+    assert state.average is None and state.theta_mean is None
     assert optimizers.weights(state) is state.params
 
 
@@ -542,14 +545,15 @@ def assert_update_is_by_hand(method, config, value_and_grad, clipped=None):
         {"inner_epochs": 2, "guard": False},
         {"restart": True, "guard": False},
         {"average": 0.6, "guard": False},
+        {"average": 0.6, "restart": True, "guard": False},
     ],
-    ids=["plain", "epochs", "restart", "average"],
+    ids=["plain", "epochs", "restart", "average", "average restart"],
 )
 def test_update_is_algorithm_1_written_out_with_the_dense_matrix(float64, changes):
     """Two outer steps with g + G δ from step 1 of the argument: same θ_2, losses, lr and α.
 
-    Once as by default, once with two passes over the batch, once with a restart, and once with a
-    line search that goes to the mean of the inner iterates.
+    Once as by default, once with two passes over the batch, once with a restart, and twice with a
+    line search that goes to the mean of the inner iterates, the second time with a restart.
     """
 
     def value_and_grad(theta0, delta, tokens):

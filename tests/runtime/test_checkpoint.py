@@ -137,16 +137,20 @@ def test_fault_8_a_checkpoint_rounds_nothing(tmp_path):
     assert all(again[k].dtype == tree[k].dtype for k in tree)
 
 
-def test_fault_7_the_average_is_in_every_save_and_goes_on_after_a_resume(here):
+MEANS = [("muon", ".average", ".params"), ("gn", ".theta_mean", ".theta")]
+
+
+@pytest.mark.parametrize("method, mean, of", MEANS)
+def test_fault_7_the_average_is_in_every_save_and_goes_on_after_a_resume(here, method, mean, of):
     """It is neither left out of the last save nor made anew from the loaded weights."""
-    flags = ["--method", "muon", "--average", "0.9"]
+    flags = ["--method", method, "--average", "0.9"]
     assert run(*flags, "--out", "whole") == 0
     with signal_at(2 + 3 + 1):
         assert run(*flags, "--out", "r") == 143
     halfway = everything("r")
     assert run(*flags, "--out", "r") == 0
     for arrays in (halfway, everything("r")):
-        assert np.abs(arrays[".average['head']"] - arrays[".params['head']"]).max() > 1e-3
+        assert np.abs(arrays[f"{mean}['head']"] - arrays[f"{of}['head']"]).max() > 1e-3
     assert_same_run("r", "whole")
 
 
