@@ -67,6 +67,7 @@ def losses_at(theta0, point, tokens, config):
 def measure(theta0, theta, fresh, config):
     """{name: mean over fresh tokens}: "linearized_at_0.5" is L1 half the way to θ.
 
+    theta: θ, or its running mean, as of gn.destination.
     fresh(k), k < fresh_batches: inner batches, int32 [B, T+1].
     """
     batches = [fresh(k) for k in range(min(MOST_BATCHES, config.fresh_batches))]

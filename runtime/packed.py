@@ -121,12 +121,19 @@ def shorten(run):
     """
     rows = []
     for row in run["rows"]:
-        says = {name: value for name, value in row.items() if value is not None}
-        says.pop("lr", None)
-        if not says.get("refused"):
-            says.pop("refused", None)
-        rows.append({name: shorten_number(name, value) for name, value in says.items()})
+        kept = {}
+        for name, value in row.items():
+            if must_be_kept(name, value):
+                kept[name] = shorten_number(name, value)
+        rows.append(kept)
     return run | {"rows": rows}
+
+
+def must_be_kept(name, value):
+    """Whether a number of a row says what nothing else does."""
+    if name == "refused":
+        return bool(value)
+    return value is not None and name != "lr"
 
 
 def shorten_number(name, value):

@@ -51,7 +51,8 @@ def opening(run, forms, memory_needed, text, whole_text, begun):
     """
     config, context = run.config, run.network.context
     devices = describe_devices(run, forms)
-    print(f"{run.method.title} on {config.model}: {run.parameters:,} parameters, {devices}")
+    method = run.method.title
+    print(f"{method} on {config.model}: {run.parameters:,} parameters, {devices}")
     print(f"text {config.data}, {text}")
 
     inner = f"{run.settings.inner_steps} inner batches of {config.inner_batch} x {context}"
