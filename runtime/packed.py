@@ -17,9 +17,13 @@ from runtime import checkpoint, files
 
 START = b'{"config":'  # of each line
 
-# Numbers whose names begin so keep three digits. No more are ever shown of times, energies and
-# norms, and val_bpb follows from the loss.
-ROUGH = ("seconds", "joules", "norm_", "val_bpb")
+# Numbers of a row that follow from others: the learning rate from the flags, and the bits per byte
+# from val_loss, by a factor that is the same for all runs on a text.
+DERIVED = ("lr", "val_bpb")
+
+# How many digits are kept of numbers whose names begin so. No more are ever shown of them.
+DIGITS = {"seconds": 3, "joules": 3, "norm_": 3, "inner_loss": 5, "loss_at_": 5}
+DIGITS_OF_OTHERS = 6
 
 
 def is_packed(path):
@@ -115,9 +119,8 @@ def format_line(run):
 def shorten(run):
     """A run without what its rows need not say, and with fewer digits of its numbers.
 
-    Nulls are left out; so is `lr`, which follows from the flags, and `refused` where no step was.
-    Numbers keep six digits, those that are ROUGH three. `input_wait` is rounded to a hundredth of a
-    second.
+    Left out are nulls, numbers that are DERIVED, and `refused` where no step was. Numbers keep as
+    many digits as DIGITS says. `input_wait` is rounded to a hundredth of a second.
     """
     rows = []
     for row in run["rows"]:
@@ -133,7 +136,7 @@ def must_be_kept(name, value):
     """Whether a number of a row says what nothing else does."""
     if name == "refused":
         return bool(value)
-    return value is not None and name != "lr"
+    return value is not None and name not in DERIVED
 
 
 def shorten_number(name, value):
@@ -142,5 +145,8 @@ def shorten_number(name, value):
         return value
     if name == "input_wait":
         return round(value, 2)
-    digits = 3 if name.startswith(ROUGH) else 6
+    digits = DIGITS_OF_OTHERS
+    for beginning, fewer in DIGITS.items():
+        if name.startswith(beginning):
+            digits = fewer
     return float(f"{value:.{digits}g}")

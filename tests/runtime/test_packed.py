@@ -18,17 +18,20 @@ def test_a_line_holds_the_rows_of_a_log(rows):
     assert len({len(column) for column in packed.columns_of(rows).values()}) <= 1
 
 
-def test_a_packed_run_has_six_digits_of_a_loss_and_three_of_the_seconds():
+def test_a_packed_run_has_fewer_digits_of_its_numbers():
     """What is whole keeps all of its digits, and a null goes."""
-    row = {"tokens": 104_923_136, "val_loss": 3.21000498, "seconds": 13.814938, "alpha": None}
+    row = {"tokens": 104_923_136, "val_loss": 3.21000498, "loss_at_0.25": 12.345678}
+    row |= {"seconds": 13.814938, "alpha": None}
     packed_run = packed.shorten({"config": {}, "about": {}, "rows": [row]})
-    assert packed_run["rows"] == [{"tokens": 104_923_136, "val_loss": 3.21, "seconds": 13.8}]
+    kept = {"tokens": 104_923_136, "val_loss": 3.21, "loss_at_0.25": 12.346, "seconds": 13.8}
+    assert packed_run["rows"] == [kept]
     assert packed.shorten(packed_run) == packed_run
 
 
 def test_a_packed_run_does_not_say_what_its_rows_need_not_say():
-    """The learning rate, and that no step was refused."""
-    rows = [{"refused": 0, "input_wait": 0.0357}, {"refused": 2, "input_wait": 12.3456, "lr": 0.1}]
+    """The learning rate, the bits per byte, and that no step was refused."""
+    rows = [{"refused": 0, "input_wait": 0.0357, "val_bpb": 1.5}]
+    rows += [{"refused": 2, "input_wait": 12.3456, "lr": 0.1}]
     packed_run = packed.shorten({"config": {}, "about": {}, "rows": rows})
     assert packed_run["rows"] == [{"input_wait": 0.04}, {"refused": 2, "input_wait": 12.35}]
 
