@@ -532,8 +532,9 @@ def label_groups(groups, usual=None):
         for group, setting in of_method.setting.items():
             words = []
             for name in names:
-                if name not in unnamed or setting.get(name) != unnamed[name]:
-                    words.append(describe_flag(name, setting.get(name)))
+                value = setting.get(name)
+                if name not in unnamed or json.dumps(value) != json.dumps(unnamed[name]):
+                    words.append(describe_flag(name, value))
             labels[group] = ", ".join(words) or "all as usual"
     return labels
 

@@ -7,7 +7,8 @@ Each figure is written as PNG and as SVG, if there are runs for it:
     costs         validation loss against the seconds and the energy that the outer steps took, if
                   all were measured, and on devices of one kind; costs_to_3.25 likewise
     methods       Gauss-Newton beside each of its two variants (Figure 3)
-    batch         final loss, and outer steps to a target loss, against batch (Figures 2 and 6)
+    batch         last loss of the runs that are at their end, and outer steps to a target loss,
+                  against batch (Figures 2 and 6)
     schedules     learning rates (Figure 4)
     settings_gn   learning rates and losses of the settings of one method, side by side
     step_sizes    the step sizes that the line search chose (Figure 5)
@@ -27,6 +28,8 @@ tells which of them can be compared and which setting is the best. Which runs ar
   runs in their place, but for those that stopped before it.
 - Runs that differ only in their seed are a group. A curve is the mean over a group, and its band
   reaches from the smallest value to the largest. Steps that a run of the group lacks are left out.
+  So where seeds take different numbers of steps to a target, a curve ends with the first of them,
+  maybe above the target; the label has the mean of their steps.
 - A group with a run that diverged is never shown.
 - Of each method and batch, the best group is shown. Figures such as `settings_gn` show the best 14
   groups of one method, at the batch that has most of them.
@@ -77,7 +80,8 @@ rcParams["axes.spines.right"] = False
 rcParams["svg.hashsalt"] = "plot"  # equal runs give equal files
 
 STATISTICS = ["mean", "min", "max"]  # of the runs of a group: a curve and its band
-SCHEDULE = ["has_inner_loop", "schedule", "warmup", "warmup_steps", "inner_warmup", "inner_epochs"]
+# Of a schedule, a curve shows these.
+SCHEDULE_COLUMNS = ["has_inner_loop", "schedule", "warmup", "warmup_steps", "inner_warmup"]
 MOST_SETTINGS = 14  # that one panel shows
 MOST_POINTS = 100_000  # of the curve of a schedule
 
@@ -115,6 +119,12 @@ def keep_common_steps(table):
     return table[runs_with_step == runs]
 
 
+def keep_ended(table):
+    """The rows of the runs that have taken all of their steps."""
+    is_end = table.step >= table.outer_steps
+    return table[is_end.groupby(table.run).transform("any")]
+
+
 def find_final_losses(table):
     """The last loss of each run: a Series by method, batch and run."""
     return table.groupby(["method", "batch", "run"], sort=False).val_loss.last()
@@ -123,8 +133,8 @@ def find_final_losses(table):
 def find_steps_to_target(table, target):
     """The first step after which the loss is at or below target: a Series by method, batch, run.
 
-    A step counts only if the loss was measured there. Groups with a run that has no such step are
-    left out.
+    A step counts only if the loss was measured there. Step 0 does not, as no step was taken; the
+    tables have it as 0. Groups with a run that has no such step are left out.
     """
     reached = table[(table.step > 0) & (table.val_loss <= target)]
     not_there = table[~table.run.isin(reached.run)]
@@ -232,8 +242,9 @@ def draw_final_losses(ax, table, bounds=None):
     if bounds is None:
         return
     ends = [table.batch.min(), table.batch.max()]
-    for loss in find_final_losses(bounds).groupby("batch").mean():
-        ax.plot(ends, [loss, loss], ":", color="grey", label="Muon at the\ninner batch")
+    for batch, loss in find_final_losses(bounds).groupby("batch").mean().items():
+        label = f"Muon at the\ninner batch {format_count(batch)}"
+        ax.plot(ends, [loss, loss], ":", color="grey", label=label)
 
 
 def draw_steps_to_target(ax, table, target):
@@ -288,7 +299,7 @@ def draw_rate(ax, method, rate, **look):
 
 def draw_schedules(ax, runs):
     """One curve for each schedule; runs: a table with a row for each."""
-    for run in runs.itertuples():
+    for run, look in zip(runs.itertuples(), make_looks(), strict=False):
         label = run.schedule.replace("+", "+\n")
         if run.warmup_steps:
             label += f",\nwarmup {run.warmup_steps:.0f} steps"
@@ -296,7 +307,7 @@ def draw_schedules(ax, runs):
             label += f",\nwarmup {run.warmup:g}"
         if run.inner_warmup:
             label += f",\ninner warmup {run.inner_warmup:g}"
-        draw_rate(ax, run.method, compute_schedule(run), label=label)
+        draw_rate(ax, run.method, compute_schedule(run), label=label, **look)
     ax.set(xlabel="outer steps", ylabel="learning rate / its peak", ylim=(-0.05, 1.05))
 
 
@@ -313,7 +324,7 @@ def draw_rates_of_settings(ax, runs, labels):
 
 def draw_step_sizes(ax, rows):
     """The step size α of every run of a group; crosses at the bottom are steps refused, α = 0."""
-    rows = keep_common_steps(rows).sort_values("step", kind="stable")
+    rows = rows.sort_values("step")  # so that the label points to the last
     accepted = rows[rows.alpha > 0]
     refused = rows[rows.alpha == 0]
     bottom = 0.6 * min([1.0, *accepted.alpha])
@@ -424,13 +435,18 @@ def plan_losses(shown, target):
 
 
 def plan_costs(shown, target):
-    """Loss against seconds, and against joules: those of all outer steps, without the warm-up."""
+    """Loss against seconds, and against joules: those of all outer steps, without the warm-up.
+
+    The first row of a log after a resumption has only what was used since then. So a run that was
+    resumed is shown as if it had cost less than it did.
+    """
     if shown.device.nunique() > 1:
         return []
     panels = []
+    is_step = shown.step > 0
     for name in ("seconds", "joules"):
-        of_steps = shown[name].mask(shown.step == 0, 0)  # that row has the warm-up's
-        if of_steps.notna().all():
+        of_steps = shown[name].where(is_step, 0)  # the row of step 0 has the warm-up's
+        if is_step.any() and of_steps.notna().all():
             x = f"{name}_so_far"
             rows = shown.assign(**{x: of_steps.groupby(shown.run).cumsum()})
             panels.append(partial(draw_losses, table=rows, x=x, target=target))
@@ -447,9 +463,9 @@ def plan_methods(table, shown, target):
         pair = {"gn", variant}
         if not pair <= set(table.method):
             continue
-        rows = table[table.method.isin(pair)]
-        if target is None and rows.group.nunique() > 2:
-            panels.append(partial(draw_final_losses, table=rows))
+        ended = keep_ended(table[table.method.isin(pair)])
+        if target is None and ended.group.nunique() > 2:  # one of the two has several batches
+            panels.append(partial(draw_final_losses, table=ended))
         else:
             rows = shown[shown.method.isin(pair)]
             panels.append(partial(draw_losses, table=rows, x="step", target=target))
@@ -463,15 +479,17 @@ def plan_batches(at_tokens, to_targets):
     Where there is no target, it is the smallest loss that every method of at_tokens comes to.
     """
     panels = []
+    points_to_targets = {target: split_bounds(table)[0] for target, table in to_targets.items()}
     if at_tokens is not None:
-        points, bounds = split_bounds(at_tokens)
+        points, bounds = split_bounds(keep_ended(at_tokens))
         if points.batch.nunique() > 1:
             panels.append(partial(draw_final_losses, table=points, bounds=bounds))
-            to_targets = to_targets or {choose_target(points): points}
-    for target, table in to_targets.items():
-        takes_steps = len(find_steps_to_target(table, target)) > 0
-        if table.batch.nunique() > 1 and takes_steps:
-            panels.append(partial(draw_steps_to_target, table=table, target=target))
+            if not to_targets:
+                points_to_targets = {choose_target(points): points}
+    for target, points in points_to_targets.items():
+        takes_steps = len(find_steps_to_target(points, target)) > 0
+        if points.batch.nunique() > 1 and takes_steps:
+            panels.append(partial(draw_steps_to_target, table=points, target=target))
     return panels
 
 
@@ -487,7 +505,7 @@ def split_bounds(table):
 
 def plan_schedules(shown):
     """The schedules of the methods with an inner loop, and those of the others."""
-    runs = shown.dropna(subset="schedule").drop_duplicates(SCHEDULE)
+    runs = shown.dropna(subset="schedule").drop_duplicates(SCHEDULE_COLUMNS)
     with_inner_loop = runs[runs.has_inner_loop]
     others = runs[~runs.has_inner_loop]
     return [partial(draw_schedules, runs=side) for side in (with_inner_loop, others) if len(side)]
@@ -515,7 +533,7 @@ def plan_settings(asked, groups):
     labels = comparison.label_groups(groups).str.replace(", ", ",\n").to_dict()
     panels = [partial(draw_settings, table=rows, labels=labels, target=asked.target)]
     runs = rows.drop_duplicates("group")
-    if runs.schedule.notna().all() and len(runs.drop_duplicates([*SCHEDULE, "lr"])) > 1:
+    if runs.schedule.notna().all() and len(runs.drop_duplicates([*SCHEDULE_COLUMNS, "lr"])) > 1:
         panels.insert(0, partial(draw_rates_of_settings, runs=runs, labels=labels))
     return panels
 
@@ -524,7 +542,7 @@ def plan_step_sizes(shown):
     """One panel for each method with a line search."""
     panels = []
     for _, rows in shown.groupby("method", sort=False):
-        if keep_common_steps(rows).alpha.notna().any():
+        if rows.alpha.notna().any():
             panels.append(partial(draw_step_sizes, rows=rows))
     return panels
 
@@ -602,7 +620,7 @@ def parse(argv):
 
 
 def say_not_drawn(table, at_tokens, chosen, target):
-    """Says on standard error which runs of a task the figures do not show, and why."""
+    """Says on standard error which lengths are not drawn, and which runs stopped or diverged."""
     if len(at_tokens) > 1:
         others = [format_count(asked.tokens) for asked in at_tokens if asked is not chosen]
         reason = f"figures show the runs of {format_count(chosen.tokens)} tokens"
@@ -610,11 +628,17 @@ def say_not_drawn(table, at_tokens, chosen, target):
     runs = table.drop_duplicates("run")
     if target is not None:
         stopped = runs.folder[runs.target_loss > target]
-        why = f"stopped at a target of its own before loss {target:g}"
-        comparison.say_left_out(stopped, f"run {why}", f"runs {why}")
-    diverged = table.folder[~np.isfinite(table.val_loss)].unique()
-    why = "diverged; only the tables have"
-    comparison.say_left_out(diverged, f"run {why} it", f"runs {why} them")
+        comparison.say_left_out(
+            stopped,
+            f"run stopped at a target of its own before loss {target:g}",
+            f"runs stopped at targets of their own before loss {target:g}",
+        )
+    diverged = table.group[~np.isfinite(table.val_loss)]
+    comparison.say_left_out(
+        table.folder[table.group.isin(diverged)].unique(),
+        "run diverged, or another seed of it; it is in the tables only",
+        "runs diverged, or another seed of theirs; they are in the tables only",
+    )
 
 
 def draw_task(name, table, target, folder):
@@ -689,7 +713,7 @@ def renew_pages(paths):
 def make_from(file):
     """The tables and the figures of one file of packed runs: {title: table}, {name: Figure}.
 
-    Raises BadInput if its runs cannot all be compared.
+    Raises BadInput if its runs cannot all be compared, or if two tables have one title.
     """
     table = comparison.read_runs([file])
     if table.empty or table.task.nunique() > 1:
@@ -697,7 +721,11 @@ def make_from(file):
     at_tokens = comparison.compare_at_tokens(table)
     to_targets = comparison.compare_to_targets(table)
     figures = draw(comparison.choose_tokens(at_tokens), to_targets)
-    return dict(tabulate([*to_targets, *at_tokens])), figures
+    tables = tabulate([*to_targets, *at_tokens])
+    titles = [title for title, _ in tables]
+    if len({*titles}) < len(titles):
+        raise BadInput(f"{file} gives two tables of one title: {'; '.join(titles)}")
+    return dict(tables), figures
 
 
 @command

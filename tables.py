@@ -126,14 +126,14 @@ def describe_usual(parts):
 def finish_table(title, lines):
     """(title, the table in Markdown). A batch that all lines share moves to the title.
 
-    It is removed from the lines, and so are some columns that are empty.
+    It is removed from the lines, and so are columns that are "-" in every line.
     """
     batches = {line["batch"] for line in lines}
     if len(batches) == 1:
         title += f", batch {batches.pop()}"
         drop(lines, "batch")
-    for name in ("setting", "lowest", "highest", "kJ"):
-        if all(line.get(name) == NOTHING for line in lines):
+    for name in [*lines[0]]:
+        if all(line[name] == NOTHING for line in lines):
             drop(lines, name)
     return title, format_table(lines)
 

@@ -319,3 +319,5 @@ def test_values_that_are_equal_only_in_python_are_two(tmp_path):
     settings = [{"flag": value} for value in (0, False, 1, 1.0)]
     groups = read_settings(tmp_path, *settings)
     assert find_usual([*groups.setting]) == {} and len(groups) == 4
+    labels = label_groups(groups, {"gn": {"flag": 1}})
+    assert sorted(labels) == ["all as usual", "flag 0", "flag 1", "flag false"]

@@ -160,13 +160,19 @@ def test_steps_to_the_target_are_each_seeds_own(tmp_path):
 
 
 def test_muon_is_a_bound_where_its_batch_is_the_inner_batch_of_gauss_newton(tmp_path):
-    """A Muon run with a large batch that is read as one inner batch is a point of Muon's curve."""
+    """A Muon run with a large batch that is read as one inner batch is a point of Muon's curve.
+
+    No steps of a bound are drawn, to the targets of the runs neither.
+    """
     runs = [Run(tmp_path, "gn", batch) for batch in (4096, 8192)]
     muon = [Run(tmp_path, "muon", batch, inner_batch=batch // 128) for batch in (1024, 4096, 8192)]
     drawn = curves(draw(*runs, *muon)["batch"].axes[0])
     np.testing.assert_array_equal(drawn["Muon"][0], [4096, 8192])
-    np.testing.assert_array_equal(drawn["Muon at the\ninner batch"][0], [4096, 8192])
-    np.testing.assert_allclose(drawn["Muon at the\ninner batch"][1], muon[0].losses[-1])
+    label = "Muon at the\ninner batch 1.02k"
+    np.testing.assert_array_equal(drawn[label][0], [4096, 8192])
+    np.testing.assert_allclose(drawn[label][1], muon[0].losses[-1])
+    _, to_target = draw(*runs, *muon, target=3.5)["batch"].axes
+    np.testing.assert_array_equal(curves(to_target)["Muon"][0], [4096, 8192])
 
 
 def test_gauss_newton_beside_its_variants(tmp_path):
@@ -193,6 +199,12 @@ def test_schedules_show_the_rate_of_each_inner_step(tmp_path):
     np.testing.assert_allclose(family["global cosine"], [x, half_cosine], atol=1e-6)
     half_cosine = (1 + np.cos(np.pi * np.floor(x) / 8)) / 2
     np.testing.assert_allclose(others["cosine"], [x, half_cosine], atol=1e-6)
+
+
+def test_two_schedules_of_one_method_have_different_looks(tmp_path):
+    runs = [Run(tmp_path, "adamw"), Run(tmp_path, "adamw", schedule="constant", target_loss=2.9)]
+    (ax,) = draw(*runs)["schedules"].axes
+    assert len({line.get_color() for line in ax.lines}) == len(ax.lines) == 2
 
 
 def test_step_sizes_are_those_of_the_line_search_and_crosses_are_refused_ones(tmp_path):
@@ -434,7 +446,8 @@ def test_a_folder_is_drawn_though_it_has_runs_that_cannot_be(tmp_path, capsys):
     for folder in (unknown_method, broken_config, broken_log, no_batch.folder):
         assert f"{folder} (" in unreadable
     assert "no method 'sgd'" in unreadable and "batch is -3" in unreadable
-    assert gone_wrong == f"1 run diverged; only the tables have it: {diverged}"
+    why = "diverged, or another seed of it; it is in the tables only"
+    assert gone_wrong == f"1 run {why}: {diverged}"
     assert (tmp_path / "out" / "loss.png").exists()
 
     alone = [broken_log, "--out", str(tmp_path / "alone")]
@@ -552,11 +565,15 @@ def test_figures_are_the_same_whatever_the_shell_says(tmp_path):
         assert (tmp_path / "strange" / name).read_bytes() == content
 
 
-def test_runs_that_have_just_begun_are_drawn_without_steps_to_a_target(tmp_path):
-    """Nor are there any where no run comes to a target that is given."""
+def test_runs_that_have_just_begun_have_no_final_loss_and_no_costs(tmp_path):
+    """Nor steps to a target that none of them comes to."""
     begun = [Run(tmp_path, batch=batch).cut(1) for batch in (4096, 8192)]
-    assert len(draw(*begun)["batch"].axes) == 1
-    assert len(draw(*begun, target=2.5)["batch"].axes) == 1
+    for run in begun:
+        run.write([row | {"seconds": 9.0} for row in run.rows()])
+    assert {*draw(*begun)} & {"batch", "costs"} == set()
+    assert "batch" not in draw(*begun, target=2.5)
+    ended = [Run(tmp_path, "soap", batch) for batch in (4096, 8192)]
+    assert {*curves(draw(*begun, *ended)["batch"].axes[0])} == {"SOAP"}
 
 
 @pytest.mark.parametrize("steps", [3, plot.MOST_POINTS, 2 * plot.MOST_POINTS - 1])
