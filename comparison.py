@@ -66,19 +66,19 @@ def read_runs(paths):
     unreadable = []
     repeated = []
     logs = {}  # the rows of each run
-    for place, unpack in find_runs(paths):
+    for source, unpack in find_runs(paths):
         try:
             run = unpack()
             if not run["rows"]:
-                rowless.append(place)
+                rowless.append(source)
                 continue
-            rows = read_run(run, place)
+            rows = read_run(run, source)
         except files.UNREADABLE as error:
-            unreadable.append(f"{place} ({describe(error)})")
+            unreadable.append(f"{source} ({describe(error)})")
             continue
         run_hash = rows[0]["run"]
         if run_hash in logs:
-            repeated.append(logs[run_hash][0]["folder"])
+            repeated.append(logs[run_hash][0]["source"])
         logs[run_hash] = rows
 
     say_left_out(rowless, "run has no row yet", "runs have no row yet")
@@ -88,9 +88,11 @@ def read_runs(paths):
 
 
 def find_runs(paths):
-    """The runs of some paths, a list of (place, unpack); unpack() returns what packed.pack does.
+    """The runs of some paths, a list of (source, unpack).
 
-    A path that holds no run is named on standard error. Raises ValueError if a path does not exist,
+    A source is the folder of a run, or its file and line, such as "results/tiny.jsonl:3". unpack()
+    returns what packed.pack does, and raises one of files.UNREADABLE if this one run is damaged. A
+    path that holds no run is named on standard error. Raises ValueError if a path does not exist,
     or if there is no run at all.
     """
     runs = []
@@ -115,8 +117,8 @@ def runs_of(path):
     """The run of a folder, or those packed into a file, as `find_runs` returns them."""
     found = []
     if packed.is_packed(path):
-        for place, line in packed.places_and_lines(path):
-            found.append((place, partial(packed.parse, line, place)))
+        for source, line in packed.places_and_lines(path):
+            found.append((source, partial(packed.parse, line, source)))
     elif is_run(path):
         found.append((str(path), partial(packed.pack, path)))
     return found
@@ -150,16 +152,15 @@ def say_left_out(names, one, several):
 # ---- one run -------------------------------------------------------------------------------------
 
 
-def read_run(run, place):
+def read_run(run, source):
     """The rows of a run, a list of dicts: one for each evaluation.
 
-    run: as packed.pack returns it; place: where it is.
+    run: as packed.pack returns it; source: as `find_runs` names it.
 
     A row holds what was measured there (see MEASURED; NaN for what was not) and every flag except
     `tokens`, as a row's tokens are those read so far. These are added to the flags:
 
-    title           of the method
-    place           of the method in METHODS
+    method_rank     where the method is in METHODS
     inner_steps     inner batches in a batch
     inner_tokens    tokens in an inner batch
     inner_epochs    how often an outer step reads its batch
@@ -174,7 +175,7 @@ def read_run(run, place):
     run             a hash, equal for runs that do not differ
     target_loss     0 for a run without one
     device          that the run was made on, such as "gpu: NVIDIA H200"
-    folder          of the run, or its place in a file with packed runs
+    source          the folder of the run, or its file and line
 
     Flags that the run's config.json lacks are filled in, as it may be older than they are. Raises
     one of files.UNREADABLE if the run is damaged.
@@ -185,8 +186,7 @@ def read_run(run, place):
     flags = fill_in(run["config"])
     flags |= work_out(flags, steps_done=int(log.step.max()))
     flags["device"] = run["about"].get("device", "-")
-    flags["folder"] = place
-    del flags["tokens"]
+    flags["source"] = source
     return [flags | measured for measured in log.to_dict("records")]
 
 
@@ -199,23 +199,26 @@ def fill_in(config):
     if method not in METHODS:
         raise ValueError(f"there is no method {method!r}")
     defaults = {name: flag.default for name, flag in valid_flags(method).items()}
-    run = defaults | config
+    flags = defaults | config
     for name in ("batch", "inner_batch", "context"):
-        run[name] = check_count(name, run[name])
-    if run["steps"] is not None:
-        run["steps"] = check_count("steps", run["steps"])
+        flags[name] = check_count(name, flags[name])
+    if flags["steps"] is not None:
+        flags["steps"] = check_count("steps", flags["steps"])
     for name in ("lr", "warmup", "inner_warmup", "warmup_steps", "target_loss"):
-        run[name] = check_number(name, run.get(name) or 0)  # 0: it has none, such as no target
-    run["seed"] = int(run["seed"])
-    if run.get("schedule") not in SCHEDULES:
-        run["schedule"] = None  # of a method of one's own
-    return run
+        flags[name] = check_number(name, flags.get(name) or 0)  # 0: it has none, such as no target
+    flags["seed"] = int(flags["seed"])
+    if flags.get("schedule") not in SCHEDULES:
+        flags["schedule"] = None  # of a method of one's own
+    return flags
 
 
 def check_count(name, value):
-    """The value as a whole number. Raises ValueError if it is none or is out of all bounds."""
+    """The value as an int. Raises ValueError if it is not whole, not positive, or too large.
+
+    From 2**53 on, a float does not hold every whole number.
+    """
     count = int(value)
-    if not 0 < count == value < 2**53:
+    if count != value or not 0 < count < 2**53:
         raise ValueError(f"{name} is {value!r}")
     return count
 
@@ -228,26 +231,25 @@ def check_number(name, value):
     return number
 
 
-def work_out(run, steps_done):
+def work_out(flags, steps_done):
     """What follows from the flags of a run: see `read_run`."""
-    inner_tokens = run["inner_batch"] * run["context"]
+    inner_tokens = flags["inner_batch"] * flags["context"]
     worked_out = {
-        "title": METHODS[run["method"]].title,
-        "place": list(METHODS).index(run["method"]),
+        "method_rank": list(METHODS).index(flags["method"]),
         "inner_tokens": inner_tokens,
-        "inner_steps": max(1, round(run["batch"] / inner_tokens)),
-        "inner_epochs": check_count("inner_epochs", run.get("inner_epochs", 1)),
-        "outer_steps": run["steps"] or steps_done,
-        "has_inner_loop": "inner" in run,
-        "length": find_length(run),
-        "text": Path(run["data"]).name,
-        "held_out": held_out_of(run),
+        "inner_steps": max(1, round(flags["batch"] / inner_tokens)),
+        "inner_epochs": check_count("inner_epochs", flags.get("inner_epochs", 1)),
+        "outer_steps": flags["steps"] or steps_done,
+        "has_inner_loop": "inner" in flags,  # only those methods have --inner, the inner optimizer
+        "length": find_length(flags),
+        "text": Path(flags["data"]).name,
+        "held_out": held_out_of(flags),
     }
 
-    task = [(run | worked_out).get(name) for name in TASK]
+    task = [(flags | worked_out).get(name) for name in TASK]
     # Neither the name of the text nor that of the folder matters, if the text is the same.
-    setting = {name: value for name, value in run.items() if name not in UNCOUNTED}
-    setting["data"] = files.digest(run.get("corpus", run["data"]))[:6]
+    setting = {name: value for name, value in flags.items() if name not in UNCOUNTED}
+    setting["data"] = files.digest(flags.get("corpus", flags["data"]))[:6]
     worked_out["setting"] = setting
     worked_out["task"] = files.digest(task)
     worked_out["group"] = files.digest(sorted((setting | {"seed": None}).items()))
@@ -255,15 +257,18 @@ def work_out(run, steps_done):
     return worked_out
 
 
-def held_out_of(config):
-    """What names the text that the evaluations of a run read; config: its flags."""
-    corpus = config.get("corpus", config["data"])
+def held_out_of(flags):
+    """The hash of the text that the evaluations of a run read.
+
+    It is the name of the text if the run is older than hashes.
+    """
+    corpus = flags.get("corpus", flags["data"])
     return corpus["val"] if isinstance(corpus, dict) else corpus
 
 
-def find_length(run):
+def find_length(flags):
     """The tokens of a run's outer steps, as planned; NaN if it runs until its target."""
-    steps, batch, tokens = run["steps"], run["batch"], run["tokens"]
+    steps, batch, tokens = flags["steps"], flags["batch"], flags["tokens"]
     if steps is None:
         return float("nan")
     if tokens and steps == max(1, round(tokens / batch)):
@@ -278,8 +283,8 @@ class Comparison(NamedTuple):
     """Runs of one task that answer one question."""
 
     table: pd.DataFrame  # all their rows
-    tokens: float = None  # they read so many tokens; None: they run to the target
-    target: float = None  # a loss; None: they read so many tokens
+    tokens: float | None = None  # they read so many tokens; None: they run to the target
+    target: float | None = None  # a loss; None: they read so many tokens
 
 
 def split_tasks(table):
@@ -307,8 +312,8 @@ def find_differences(table):
 
 def compare_at_tokens(table):
     """The Comparisons of runs without a target loss, the shortest first."""
-    rows = table[table.target_loss == 0]
-    return [Comparison(found, tokens=length) for length, found in rows.groupby("length")]
+    without_target = table[table.target_loss == 0].groupby("length")
+    return [Comparison(rows, tokens=length) for length, rows in without_target]
 
 
 def compare_to_targets(table, target=None):
@@ -317,11 +322,10 @@ def compare_to_targets(table, target=None):
     If a target is given, there is one Comparison, of all runs that do not stop before it.
     """
     if target is not None:
-        rows = table[(table.target_loss == 0) | (table.target_loss <= target)]
+        rows = table[table.target_loss <= target]  # also those without a target, which have 0
         return [Comparison(rows, target=target)] if len(rows) else []
-    rows = table[table.target_loss > 0]
-    found = [Comparison(rows, target=target) for target, rows in rows.groupby("target_loss")]
-    return found[::-1]
+    to_own_target = table[table.target_loss > 0].groupby("target_loss")
+    return [Comparison(rows, target=loss) for loss, rows in to_own_target][::-1]
 
 
 def choose_tokens(comparisons):
@@ -331,8 +335,7 @@ def choose_tokens(comparisons):
     """
 
     def rank(comparison):
-        best = keep_best(comparison)
-        methods = 0 if best.empty else best.method.nunique()
+        methods = keep_best(comparison).method.nunique()
         return methods, comparison.tokens
 
     return max(comparisons, key=rank, default=None)
@@ -342,7 +345,7 @@ def choose_tokens(comparisons):
 
 
 def summarize_runs(comparison):
-    """A table with a row for each run, whose columns are those of the run's last row and
+    """A table with a row for each run: the columns of its last row, and these:
 
     diverged          whether a loss was no number
     loss              the last loss
@@ -369,7 +372,7 @@ def summarize_runs(comparison):
 def summarize_groups(comparison):
     """A table with a row for each group, the best first.
 
-    Its columns are method, title, place, batch, setting, and these:
+    Its columns are method, method_rank, batch, setting, and these:
 
     diverged, reached        whether a run diverged; whether all come to the target
     finished                 whether runs are finished; if so, only finished runs of it count
@@ -387,8 +390,7 @@ def summarize_groups(comparison):
     runs = runs[runs.finished | ~has_finished].sort_values("seed", kind="stable")
     groups = runs.groupby("group", sort=False).agg(
         method=("method", "first"),
-        title=("title", "first"),
-        place=("place", "first"),
+        method_rank=("method_rank", "first"),
         batch=("batch", "first"),
         setting=("setting", "first"),
         diverged=("diverged", "any"),
@@ -406,7 +408,7 @@ def summarize_groups(comparison):
     )
     groups["reached"] = groups.steps_to_target.notna()
 
-    # Without a target, no group has reached it, so that the middle three decide nothing.
+    # Without a target, all groups are equal in reached, steps_to_target and tokens_to_target.
     is_ascending = {
         "diverged": True,
         "finished": False,
@@ -415,8 +417,7 @@ def summarize_groups(comparison):
         "tokens_to_target": True,
         "loss": True,
     }
-    order = {"by": [*is_ascending], "ascending": [*is_ascending.values()]}
-    return groups.sort_values(**order, kind="stable")
+    return groups.sort_values([*is_ascending], ascending=[*is_ascending.values()])
 
 
 def mean_of_all(values):
@@ -445,29 +446,29 @@ def keep_groups(comparison, groups):
         reached = (table.val_loss <= comparison.target).astype(int)
         reached_before = reached.groupby(table.run).cumsum() - reached
         table = table[reached_before == 0]
-    return table.sort_values(["place", "batch"], kind="stable")
+    return table.sort_values(["method_rank", "batch"])  # by several columns, a sort is stable
 
 
 # ---- what a step is worth, and what it costs -----------------------------------------------------
 
 
-def find_rivals(groups):
+def find_best_baselines(groups):
     """{batch: the best group of AdamW, Muon and SOAP there}; groups: the best come first."""
-    rivals = {}
+    found = {}
     for group in groups.itertuples():
         is_baseline = METHODS[group.method].module is baselines
         if is_baseline and group.finished and not group.diverged:
-            rivals.setdefault(group.batch, group)
-    return rivals
+            found.setdefault(group.batch, group)
+    return found
 
 
-def count_steps_to(comparison, group, rival):
-    """{seed: steps of the group's run to the last loss of the rival's run with the same seed}.
+def count_steps_to_loss_of(comparison, baseline, group):
+    """{seed: steps of a group's run to the last loss of the baseline's run with the same seed}.
 
     NaN for a run that does not come there. Seeds that one of the two lacks are left out.
     """
     goals = {}
-    for rows in rows_of_runs(comparison, rival):
+    for rows in rows_of_runs(comparison, baseline):
         goals[rows.seed.iloc[0]] = rows.val_loss.iloc[-1]
     steps = {}
     for rows in rows_of_runs(comparison, group):
@@ -480,14 +481,14 @@ def count_steps_to(comparison, group, rival):
 def measure_cost(comparison, group):
     """What an outer step of a group costs, a dict; NaN where the logs do not tell.
 
-    seconds         the median over the rows of its runs; a row after a resumption tells less than
-                    its steps took
+    seconds         the median over the rows of its runs. A row after a resumption has only the time
+                    since then; of a few such rows, the median does not change much
     joules          of the GPUs, likewise
     tokens          read in a step, a mean
     of_line_search  the share of them that the line search read
     device          of the first run
 
-    The first step of a run is left out of the first two, as it compiles the program.
+    Seconds and joules leave out the rows that tell of a run's first step, which compiles.
     """
     rows = pd.concat(rows_of_runs(comparison, group))
     device = rows.device.iloc[0]

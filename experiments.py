@@ -603,16 +603,16 @@ def check_text(file, held_out, folder):
 def pack(file, folders):
     """Adds the runs of some folders to a file, but for those that it has."""
     found = []
-    for place, unpack in comparison.find_runs(folders):
+    for source, unpack in comparison.find_runs(folders):
         try:
             saved = unpack()
         except files.UNREADABLE as error:
-            say(f"{place} cannot be read: {comparison.describe(error)}")
+            say(f"{source} cannot be read: {comparison.describe(error)}")
             continue
         if saved["rows"]:
             found.append(saved)
         else:
-            say(f"{place} has no row yet")
+            say(f"{source} has no row yet")
     added = packed.add(file, found)
     print(f"{file}: {added} of {len(found)} runs were added, the others are in it")
 

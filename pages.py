@@ -23,8 +23,8 @@ from tables import USUAL
 
 ROOT = Path(__file__).parent
 MARK = re.compile(r"<!-- (?P<file>results/\S+\.jsonl): (?P<name>[^\n]+?) -->\n+")
-LINE_END = r"[^\n]*(\n|\Z)"
-TABLE = re.compile(rf"(\|{LINE_END})*(\n{USUAL}{LINE_END})?")
+REST_OF_LINE = r"[^\n]*(\n|\Z)"
+TABLE = re.compile(rf"(\|{REST_OF_LINE})*(\n{USUAL}{REST_OF_LINE})?")
 PICTURE = re.compile(r"!\[[^\]]*\]\((?P<path>[^)]+)\)")
 FIGURE = "figure "  # what the name of a figure begins with
 
@@ -36,7 +36,7 @@ class Mark(NamedTuple):
     name: str  # the title of a table, or "figure" and the name of a figure
     start: int  # of the table or picture, in the page's text
     end: int
-    picture: str  # its path, relative to the page; None for a table
+    picture: str | None  # its path, relative to the page; None for a table
 
 
 def all_pages():

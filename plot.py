@@ -22,10 +22,11 @@ tells which of them can be compared and which setting is the best. Which runs ar
 - A run that has no row yet or is damaged, and what is no run, is left out, and a line says so.
 - Runs with different networks, texts, tokenizers or evaluations have figures of their own, in a
   folder for each task, such as figures/45m-c4-gpt2. Where all runs have one task, there is none.
-- Of runs without --target-loss, those of one number of tokens are shown: the number that most
-  methods have, of equals the largest. A line says so. The tables have the others, too.
-- Runs with --target-loss have figures of their own, one for each target. `--target LOSS` takes all
-  runs in their place, but for those that stopped before it.
+- Runs without --target-loss are compared at one number of tokens: the one that most methods have,
+  of equals the largest. Runs of other lengths are in the tables only, and a line says so.
+- Runs with --target-loss have figures of their own, one set for each target. `--target LOSS`
+  replaces these by one set, for that loss. It takes all runs, but for those that stopped at a
+  larger one.
 - Runs that differ only in their seed are a group. A curve is the mean over a group, and its band
   reaches from the smallest value to the largest. Steps that a run of the group lacks are left out.
   So where seeds take different numbers of steps to a target, a curve ends with the first of them,
@@ -54,9 +55,21 @@ from matplotlib.figure import Figure
 from scipy.optimize import isotonic_regression
 
 import baselines
-import comparison
 import gn
 import pages
+from comparison import (
+    choose_tokens,
+    compare_at_tokens,
+    compare_to_targets,
+    find_differences,
+    keep_best,
+    keep_groups,
+    label_groups,
+    read_runs,
+    say_left_out,
+    split_tasks,
+    summarize_groups,
+)
 from recipe import METHODS
 from runtime import files, flags
 from runtime.command import BadInput, blaming_input, command, say
@@ -86,9 +99,9 @@ MOST_SETTINGS = 14  # that one panel shows
 MOST_POINTS = 100_000  # of the curve of a schedule
 
 # Inches.
-LEFT = 0.72  # of the axes, enough for a rate such as 0.00025
-BELOW = 0.44
-ABOVE = 0.16
+LEFT_OF_AXES = 0.72  # enough for a rate such as 0.00025
+BELOW_AXES = 0.44
+ABOVE_AXES = 0.16
 AXES_WIDTH = 1.8
 AXES_HEIGHT = 2.0  # at least
 LABEL_ROOM = 0.99  # to the right of the axes, at least
@@ -105,11 +118,15 @@ def keep_one_batch(table):
     It is the largest of the batches that most methods have. A method that has no run there keeps
     its own largest batch.
     """
-    methods = table.groupby("batch").method.nunique()
-    shared = methods.index[methods == methods.max()].max()
+    shared = most_common_batch(table.groupby("batch").method.nunique())
     largest = table.groupby("method").batch.transform("max")
     has_shared = (table.batch == shared).groupby(table.method).transform("any")
     return table[table.batch == largest.mask(has_shared, shared)]
+
+
+def most_common_batch(counts):
+    """The batch with the highest count, of equals the largest; counts: a Series by batch."""
+    return counts.index[counts == counts.max()].max()
 
 
 def keep_common_steps(table):
@@ -151,11 +168,11 @@ def choose_target(table):
 # ---- panels: each function draws on one pair of axes ---------------------------------------------
 
 
-def draw_curve(ax, method, curve, **look):
+def draw_curve(ax, curve, **look):
     """Draws a curve and its band; curve: a table indexed by x, with the columns of STATISTICS."""
-    look = LOOKS[method] | {"linewidth": 1.2, "markersize": 3.5} | look
-    crowded = len(curve) > 8
-    ax.plot(curve.index, curve["mean"], markevery=0.12 if crowded else 1, **look)
+    is_crowded = len(curve) > 8
+    spacing = 0.12 if is_crowded else 1  # of markers: a share of the axes' diagonal, or in points
+    ax.plot(curve.index, curve["mean"], markevery=spacing, linewidth=1.2, markersize=3.5, **look)
     if (curve["min"] < curve["max"]).any():
         band = {"facecolor": look["color"], "alpha": 0.2, "linewidth": 0}
         ax.fill_between(curve.index, curve["min"], curve["max"], **band)
@@ -180,7 +197,7 @@ def draw_losses(ax, table, x, target=None):
     table = keep_common_steps(table)
     batches_differ = table.batch.nunique() > 1
     for method, rows in table.groupby("method", sort=False):
-        label = rows.title.iloc[0]
+        label = METHODS[method].title
         if batches_differ:
             label += f",\nbatch {format_count(rows.batch.iloc[0])}"
         if method in steps:
@@ -189,7 +206,7 @@ def draw_losses(ax, table, x, target=None):
         at_step = rows.groupby("step")
         curve = at_step.val_loss.agg(STATISTICS)
         curve.index = at_step[x].mean()  # line searches may read fewer tokens at one seed
-        draw_curve(ax, method, curve, label=label)
+        draw_curve(ax, curve, label=label, **LOOKS[method])
 
     ax.set(xlabel=XLABELS[x], ylabel="validation loss (nats per token)")
     ends = table.groupby("method")[x].max()
@@ -213,17 +230,17 @@ def draw_settings(ax, table, labels, target=None):
     for group, look in zip(labels, make_looks(), strict=False):
         rows = table[table.group == group]
         curve = rows.groupby("step").val_loss.agg(STATISTICS)
-        draw_curve(ax, rows.method.iloc[0], curve, label=labels[group], **look)
+        draw_curve(ax, curve, label=labels[group], **look)
     ax.set(xlabel="outer steps", ylabel="validation loss (nats per token)")
     if target is not None:
         draw_target(ax, table.step, target)
 
 
 def make_looks():
-    """Looks for the curves of one method, without end. They differ until all were there once."""
+    """Looks for curves that are not of several methods, without end; the first 49 differ."""
     for turn in itertools.count():
-        for place, look in enumerate(CYCLE):
-            other = (place + turn) % len(LINES)
+        for number, look in enumerate(CYCLE):
+            other = (number + turn) % len(LINES)
             yield look | {"linestyle": LINES[other], "marker": MARKERS[other]}
 
 
@@ -231,7 +248,8 @@ def draw_against_batch(ax, values):
     """A curve for each method; values: a Series by method, batch and run."""
     points = values.groupby(["method", "batch"], sort=False).agg(STATISTICS)
     for method, curve in points.groupby("method", sort=False):
-        draw_curve(ax, method, curve.droplevel("method"), label=METHODS[method].title)
+        curve = curve.droplevel("method")
+        draw_curve(ax, curve, label=METHODS[method].title, **LOOKS[method])
     ax.set(xlabel="batch (tokens)", xscale="log")
 
 
@@ -290,11 +308,10 @@ def compute_schedule(run):
     return pd.Series(np.asarray(rate), index=inner_step / settings.loop_steps)
 
 
-def draw_rate(ax, method, rate, **look):
-    """Draws learning rates, a Series by outer step."""
-    curve = pd.DataFrame(dict.fromkeys(STATISTICS, rate))
-    look["marker"] = ""
-    draw_curve(ax, method, curve, **look)
+def draw_rate(ax, rate, **look):
+    """Draws learning rates, a Series by outer step, as a line without markers."""
+    look |= {"linewidth": 1.2, "marker": ""}
+    ax.plot(rate.index, rate, **look)
 
 
 def draw_schedules(ax, runs):
@@ -307,7 +324,7 @@ def draw_schedules(ax, runs):
             label += f",\nwarmup {run.warmup:g}"
         if run.inner_warmup:
             label += f",\ninner warmup {run.inner_warmup:g}"
-        draw_rate(ax, run.method, compute_schedule(run), label=label, **look)
+        draw_rate(ax, compute_schedule(run), label=label, **look)
     ax.set(xlabel="outer steps", ylabel="learning rate / its peak", ylim=(-0.05, 1.05))
 
 
@@ -317,7 +334,7 @@ def draw_rates_of_settings(ax, runs, labels):
     for (group, label), look in zip(labels.items(), make_looks(), strict=False):
         run = runs.loc[group]
         rate = run.lr * compute_schedule(run)
-        draw_rate(ax, run.method, rate, label=label, **look)
+        draw_rate(ax, rate, label=label, **look)
     ax.set(xlabel="outer steps", ylabel="learning rate")
     ax.yaxis.set_major_formatter("{x:.3g}")  # no more digits than there is room for
 
@@ -344,9 +361,9 @@ def draw_step_sizes(ax, rows):
 
 
 def set_ticks(ax):
-    """Gives the axes a few ticks, at round numbers."""
+    """Gives the x axis a few ticks, at round numbers, and so the y axis if it is logarithmic."""
     whole = ticker.MaxNLocator(4, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1)
-    ax.xaxis.set(major_locator=whole, major_formatter=format_count)
+    ax.xaxis.set(major_locator=whole, major_formatter=format_tick)
     for axis in (ax.xaxis, ax.yaxis):
         if axis.get_scale() == "log":
             set_log_ticks(axis)
@@ -358,9 +375,12 @@ def set_log_ticks(axis):
     low, high = axis.get_view_interval()
     few = base == 10 and high < 200 * low
     locator = ticker.LogLocator(base, subs=(1, 2, 5) if few else (1,))
-    axis.set(
-        major_locator=locator, minor_locator=ticker.NullLocator(), major_formatter=format_count
-    )
+    axis.set(major_locator=locator, minor_locator=ticker.NullLocator(), major_formatter=format_tick)
+
+
+def format_tick(value, position):
+    """The label of a tick; a step size is a fraction, such as 1/4. matplotlib gives position."""
+    return f"1/{1 / value:.3g}" if 0 < value < 1 else format_count(value)
 
 
 def place_labels(wanted, heights, low, high):
@@ -377,13 +397,13 @@ def place_labels(wanted, heights, low, high):
 def label_curves(ax):
     """Writes the label of each curve to the right of the axes, with a thin line to its end."""
     ax.autoscale_view()  # now, as transData needs the limits; otherwise drawing the figure does it
-    lines = sorted(ax.lines, key=find_last_y)
+    lines = sorted(ax.lines, key=lambda line: line.get_ydata()[-1])
     ends = [line.get_xydata()[-1] for line in lines]
     labels = [line.get_label() for line in lines]
 
     points = 72 / ax.figure.dpi  # in a pixel
     wanted = ax.transData.transform(ends)[:, 1] * points
-    heights = np.array([10.0 * len(label.splitlines()) for label in labels])
+    heights = np.array([72 * LINE_HEIGHT * len(label.splitlines()) for label in labels])
     places = place_labels(wanted, heights, ax.bbox.y0 * points, ax.bbox.y1 * points)
 
     thin = {"arrowstyle": "-", "linewidth": 0.4, "linestyle": (0, (1, 4)), "relpos": (0, 0.5)}
@@ -401,59 +421,60 @@ def label_curves(ax):
         )
 
 
-def find_last_y(line):
-    """Where a line ends."""
-    return line.get_ydata()[-1]
-
-
 def lay_out(figure):
     """Makes a figure as large as its panels and their labels need, and puts the panels in place."""
     height = AXES_HEIGHT
     rooms = []
     for ax in figure.axes:
         labels = "\n".join(line.get_label() for line in ax.lines)
-        lines = labels.split("\n")
-        height = max(height, LINE_HEIGHT * len(lines))
-        rooms.append(max(LABEL_ROOM, LETTER_WIDTH * max(map(len, lines))))
+        label_lines = labels.split("\n")
+        height = max(height, LINE_HEIGHT * len(label_lines))
+        rooms.append(max(LABEL_ROOM, LETTER_WIDTH * max(map(len, label_lines))))
 
-    width = sum(LEFT + AXES_WIDTH + room for room in rooms)
-    figure.set_size_inches(width, BELOW + height + ABOVE)
+    total_width = sum(LEFT_OF_AXES + AXES_WIDTH + room for room in rooms)
+    total_height = BELOW_AXES + height + ABOVE_AXES
+    figure.set_size_inches(total_width, total_height)
     left = 0
     for ax, room in zip(figure.axes, rooms, strict=True):
-        total_height = BELOW + height + ABOVE
-        place = ((left + LEFT) / width, BELOW / total_height)
-        ax.set_position((*place, AXES_WIDTH / width, height / total_height))
-        left += LEFT + AXES_WIDTH + room
+        left += LEFT_OF_AXES
+        corner = (left / total_width, BELOW_AXES / total_height)
+        ax.set_position((*corner, AXES_WIDTH / total_width, height / total_height))
+        left += AXES_WIDTH + room
 
 
-# ---- figures: each function returns a list of panels, from left to right -------------------------
+# ---- which panels a figure has -------------------------------------------------------------------
+
+# A panel is a function of axes, which draws on them. Each function returns the panels of a figure,
+# from left to right. best: the rows of the best group of each method and batch; at_one_batch: those
+# of them that `keep_one_batch` keeps.
 
 
-def plan_losses(shown, target):
+def plan_losses(at_one_batch, target):
     """Loss against outer steps, and against tokens."""
-    return [partial(draw_losses, table=shown, x=x, target=target) for x in ("step", "tokens")]
+    draw = partial(draw_losses, table=at_one_batch, target=target)
+    return [partial(draw, x=x) for x in ("step", "tokens")]
 
 
-def plan_costs(shown, target):
+def plan_costs(at_one_batch, target):
     """Loss against seconds, and against joules: those of all outer steps, without the warm-up.
 
     The first row of a log after a resumption has only what was used since then. So a run that was
     resumed is shown as if it had cost less than it did.
     """
-    if shown.device.nunique() > 1:
+    if at_one_batch.device.nunique() > 1:
         return []
     panels = []
-    is_step = shown.step > 0
+    is_step = at_one_batch.step > 0
     for name in ("seconds", "joules"):
-        of_steps = shown[name].where(is_step, 0)  # the row of step 0 has the warm-up's
+        of_steps = at_one_batch[name].where(is_step, 0)  # the row of step 0 has the warm-up's
         if is_step.any() and of_steps.notna().all():
             x = f"{name}_so_far"
-            rows = shown.assign(**{x: of_steps.groupby(shown.run).cumsum()})
+            rows = at_one_batch.assign(**{x: of_steps.groupby(at_one_batch.run).cumsum()})
             panels.append(partial(draw_losses, table=rows, x=x, target=target))
     return panels
 
 
-def plan_methods(table, shown, target):
+def plan_methods(best, at_one_batch, target):
     """Gauss-Newton beside its variants: against batch if one has several, else against steps.
 
     With a target it is always against steps.
@@ -461,32 +482,33 @@ def plan_methods(table, shown, target):
     panels = []
     for variant in ("layerwise_gn", "gn_prox"):
         pair = {"gn", variant}
-        if not pair <= set(table.method):
+        if not pair <= set(best.method):
             continue
-        ended = keep_ended(table[table.method.isin(pair)])
+        ended = keep_ended(best[best.method.isin(pair)])
         if target is None and ended.group.nunique() > 2:  # one of the two has several batches
             panels.append(partial(draw_final_losses, table=ended))
         else:
-            rows = shown[shown.method.isin(pair)]
+            rows = at_one_batch[at_one_batch.method.isin(pair)]
             panels.append(partial(draw_losses, table=rows, x="step", target=target))
     return panels
 
 
-def plan_batches(at_tokens, to_targets):
+def plan_batches(best_at_tokens, best_to_targets):
     """Final loss, and steps to each target, against batch; nothing where all have one batch.
 
-    at_tokens: the table of runs of one length, None if there is none; to_targets: {target: table}.
-    Where there is no target, it is the smallest loss that every method of at_tokens comes to.
+    best_at_tokens: `best` of the runs of one length, None if there is none; best_to_targets:
+    {target: `best` of the runs to it}. Where there is no target, it is the smallest loss that every
+    method comes to in the runs of one length.
     """
     panels = []
-    points_to_targets = {target: split_bounds(table)[0] for target, table in to_targets.items()}
-    if at_tokens is not None:
-        points, bounds = split_bounds(keep_ended(at_tokens))
+    to_targets = {target: split_bounds(best)[0] for target, best in best_to_targets.items()}
+    if best_at_tokens is not None:
+        points, bounds = split_bounds(keep_ended(best_at_tokens))
         if points.batch.nunique() > 1:
             panels.append(partial(draw_final_losses, table=points, bounds=bounds))
             if not to_targets:
-                points_to_targets = {choose_target(points): points}
-    for target, points in points_to_targets.items():
+                to_targets = {choose_target(points): points}
+    for target, points in to_targets.items():
         takes_steps = len(find_steps_to_target(points, target)) > 0
         if points.batch.nunique() > 1 and takes_steps:
             panels.append(partial(draw_steps_to_target, table=points, target=target))
@@ -503,71 +525,107 @@ def split_bounds(table):
     return table[~is_bound], table[is_bound]
 
 
-def plan_schedules(shown):
-    """The schedules of the methods with an inner loop, and those of the others."""
-    runs = shown.dropna(subset="schedule").drop_duplicates(SCHEDULE_COLUMNS)
+def plan_schedules(at_one_batch):
+    """The schedules of the methods with an inner loop, and those of the others.
+
+    Of runs of different lengths with one schedule, the first is drawn.
+    """
+    runs = at_one_batch.dropna(subset="schedule").drop_duplicates(SCHEDULE_COLUMNS)
     with_inner_loop = runs[runs.has_inner_loop]
     others = runs[~runs.has_inner_loop]
     return [partial(draw_schedules, runs=side) for side in (with_inner_loop, others) if len(side)]
 
 
-def plan_settings(asked, groups):
+def plan_settings(comparison, groups):
     """Learning rates, if they differ, and losses of the settings of one method.
 
-    asked: a Comparison; groups: those of the method, as `summarize_groups` tells them. They are
-    shown at the batch with the most of them, of equals the largest.
+    groups: those of the method, as `summarize_groups` tells them.
     """
-    groups = groups[~groups.diverged]
-    if groups.empty:
-        return []
-    count = groups.groupby("batch").size()
-    groups = groups[groups.batch == count.index[count == count.max()].max()]
+    groups = choose_settings(groups)
     if len(groups) < 2:
         return []
-    if len(groups) > MOST_SETTINGS:
-        title = groups.title.iloc[0]
-        say(f"the best {MOST_SETTINGS} of {len(groups)} settings of {title} are drawn")
-        groups = groups.head(MOST_SETTINGS)
-
-    rows = comparison.keep_groups(asked, groups)
-    labels = comparison.label_groups(groups).str.replace(", ", ",\n").to_dict()
-    panels = [partial(draw_settings, table=rows, labels=labels, target=asked.target)]
-    runs = rows.drop_duplicates("group")
+    rows = keep_groups(comparison, groups)
+    labels = label_groups(groups).str.replace(", ", ",\n").to_dict()
+    panels = [partial(draw_settings, table=rows, labels=labels, target=comparison.target)]
+    runs = rows.drop_duplicates("group")  # a row of each group
     if runs.schedule.notna().all() and len(runs.drop_duplicates([*SCHEDULE_COLUMNS, "lr"])) > 1:
         panels.insert(0, partial(draw_rates_of_settings, runs=runs, labels=labels))
     return panels
 
 
-def plan_step_sizes(shown):
+def choose_settings(groups):
+    """The best MOST_SETTINGS groups of a method that did not diverge, at their most common batch.
+
+    Says on standard error if there are more.
+    """
+    groups = groups[~groups.diverged]
+    if groups.empty:
+        return groups
+    groups = groups[groups.batch == most_common_batch(groups.groupby("batch").size())]
+    if len(groups) > MOST_SETTINGS:
+        title = METHODS[groups.method.iloc[0]].title
+        say(f"the best {MOST_SETTINGS} of {len(groups)} settings of {title} are drawn")
+    return groups.head(MOST_SETTINGS)
+
+
+def plan_step_sizes(at_one_batch):
     """One panel for each method with a line search."""
     panels = []
-    for _, rows in shown.groupby("method", sort=False):
+    for _, rows in at_one_batch.groupby("method", sort=False):
         if rows.alpha.notna().any():
             panels.append(partial(draw_step_sizes, rows=rows))
     return panels
 
 
-def plan_comparison(asked, best):
-    """{name: panels} of a Comparison, whose best rows are not empty; a target is in the name."""
-    shown = keep_one_batch(best)
+def plan_comparison(comparison, best, at_one_batch):
+    """{name: panels} of the figures of a Comparison; a target is in the name."""
+    target = comparison.target
     plans = {
-        "loss": plan_losses(shown, asked.target),
-        "costs": plan_costs(shown, asked.target),
-        "methods": plan_methods(best, shown, asked.target),
-        "step_sizes": plan_step_sizes(shown),
+        "loss": plan_losses(at_one_batch, target),
+        "costs": plan_costs(at_one_batch, target),
+        "methods": plan_methods(best, at_one_batch, target),
+        "step_sizes": plan_step_sizes(at_one_batch),
     }
-    for method, groups in comparison.summarize_groups(asked).groupby("method"):
-        plans[f"settings_{method}"] = plan_settings(asked, groups)
-    ending = "" if asked.target is None else f"_to_{asked.target:g}"
+    for method, groups in summarize_groups(comparison).groupby("method"):
+        plans[f"settings_{method}"] = plan_settings(comparison, groups)
+    ending = "" if target is None else f"_to_{target:g}"
     return {f"{name}{ending}": panels for name, panels in plans.items()}
+
+
+# ---- figures -------------------------------------------------------------------------------------
+
+
+def draw_figures(at_tokens, to_targets):
+    """{name: Figure} of the runs of one task.
+
+    at_tokens: a Comparison at fixed tokens, or None; to_targets: a list of Comparisons to a target.
+    """
+    plans = {}
+    shown = []  # the rows at one batch of each Comparison
+    best_at_tokens = None
+    best_to_targets = {}
+    for comparison in to_targets if at_tokens is None else [at_tokens, *to_targets]:
+        best = keep_best(comparison)
+        if best.empty:
+            continue
+        if comparison.target is None:
+            best_at_tokens = best
+        else:
+            best_to_targets[comparison.target] = best
+        at_one_batch = keep_one_batch(best)
+        shown.append(at_one_batch)
+        plans |= plan_comparison(comparison, best, at_one_batch)
+    if shown:
+        plans["schedules"] = plan_schedules(pd.concat(shown))
+    plans["batch"] = plan_batches(best_at_tokens, best_to_targets)
+    return {name: draw_figure(panels) for name, panels in plans.items() if panels}
 
 
 def draw_figure(panels):
     """A Figure of panels side by side."""
     figure = Figure(dpi=200)
-    for number, draw_panel in enumerate(panels):
-        ax = figure.add_axes((0, 0, 1, 1), label=str(number))
-        draw_panel(ax)
+    for draw_panel in panels:
+        draw_panel(figure.add_axes((0, 0, 1, 1)))
     lay_out(figure)
     for ax in figure.axes:
         set_ticks(ax)
@@ -575,33 +633,11 @@ def draw_figure(panels):
     return figure
 
 
-def draw(at_tokens, to_targets):
-    """{name: Figure} of the runs of one task.
-
-    at_tokens: a Comparison at fixed tokens, or None; to_targets: a list of Comparisons to a target.
-    """
-    comparisons = [*to_targets]
-    if at_tokens is not None:
-        comparisons.insert(0, at_tokens)
-
-    plans = {}
-    best = {}  # {target: the rows of the best groups}; the target of at_tokens is None
-    for asked in comparisons:
-        rows = comparison.keep_best(asked)
-        if len(rows):
-            best[asked.target] = rows
-            plans |= plan_comparison(asked, rows)
-    if best:
-        plans["schedules"] = plan_schedules(pd.concat(map(keep_one_batch, best.values())))
-    best_to_targets = {target: rows for target, rows in best.items() if target is not None}
-    plans["batch"] = plan_batches(best.get(None), best_to_targets)
-    return {name: draw_figure(panels) for name, panels in plans.items() if panels}
-
-
 # ---- the command line ----------------------------------------------------------------------------
 
 
-ABOUT = "Draws the paper's figures from runs: python plot.py runs/* writes into figures/"
+ABOUT = """Draws the paper's figures from runs: python plot.py runs/* writes into figures/. Given
+only files of results/, it also renews the pages of this project."""
 
 
 def parse(argv):
@@ -614,28 +650,26 @@ def parse(argv):
     parser.add_argument("--out", type=Path, default="figures", help=out_help)
     parser.add_argument("--target", type=float, help=target_help)
     options = parser.parse_args(argv)
-    if options.target is not None:
-        flags.check_range(options, ["target"], above=0)
+    flags.check_range(options, ["target"], above=0)
     return options
 
 
 def say_not_drawn(table, at_tokens, chosen, target):
     """Says on standard error which lengths are not drawn, and which runs stopped or diverged."""
     if len(at_tokens) > 1:
-        others = [format_count(asked.tokens) for asked in at_tokens if asked is not chosen]
+        others = [format_count(other.tokens) for other in at_tokens if other is not chosen]
         reason = f"figures show the runs of {format_count(chosen.tokens)} tokens"
         say(f"{reason}; those of {', '.join(others)} are in the tables only")
     runs = table.drop_duplicates("run")
     if target is not None:
-        stopped = runs.folder[runs.target_loss > target]
-        comparison.say_left_out(
-            stopped,
+        say_left_out(
+            runs.source[runs.target_loss > target],
             f"run stopped at a target of its own before loss {target:g}",
             f"runs stopped at targets of their own before loss {target:g}",
         )
     diverged = table.group[~np.isfinite(table.val_loss)]
-    comparison.say_left_out(
-        table.folder[table.group.isin(diverged)].unique(),
+    say_left_out(
+        table.source[table.group.isin(diverged)].unique(),
         "run diverged, or another seed of it; it is in the tables only",
         "runs diverged, or another seed of theirs; they are in the tables only",
     )
@@ -643,13 +677,13 @@ def say_not_drawn(table, at_tokens, chosen, target):
 
 def draw_task(name, table, target, folder):
     """Draws the runs of a task, and prints its tables and the paths of what it writes."""
-    at_tokens = comparison.compare_at_tokens(table)
-    to_targets = comparison.compare_to_targets(table, target)
-    chosen = comparison.choose_tokens(at_tokens)
+    at_tokens = compare_at_tokens(table)
+    to_targets = compare_to_targets(table, target)
+    chosen = choose_tokens(at_tokens)
     say_not_drawn(table, at_tokens, chosen, target)
     tables = format_page(name, tabulate([*to_targets, *at_tokens]))
     print(tables)
-    save(draw(chosen, to_targets), tables, folder)
+    save(draw_figures(chosen, to_targets), tables, folder)
 
 
 def format_page(name, tables):
@@ -699,7 +733,7 @@ def renew_pages(paths):
     figures = {}
     for file in pages.shown_files():
         if (pages.ROOT / file).resolve() in given:
-            tables[file], figures[file] = make_from(pages.ROOT / file)
+            tables[file], figures[file] = tables_and_figures(pages.ROOT / file)
     for page in pages.all_pages():
         before = page.read_text(encoding="utf-8")
         text = pages.renew(before, tables)
@@ -710,17 +744,17 @@ def renew_pages(paths):
                 write_picture(page.parent / mark.picture, pages.look_up(figures, mark))
 
 
-def make_from(file):
+def tables_and_figures(file):
     """The tables and the figures of one file of packed runs: {title: table}, {name: Figure}.
 
     Raises BadInput if its runs cannot all be compared, or if two tables have one title.
     """
-    table = comparison.read_runs([file])
+    table = read_runs([file])
     if table.empty or table.task.nunique() > 1:
         raise BadInput(f"{file} must have runs of one network, text, tokenizer and evaluation")
-    at_tokens = comparison.compare_at_tokens(table)
-    to_targets = comparison.compare_to_targets(table)
-    figures = draw(comparison.choose_tokens(at_tokens), to_targets)
+    at_tokens = compare_at_tokens(table)
+    to_targets = compare_to_targets(table)
+    figures = draw_figures(choose_tokens(at_tokens), to_targets)
     tables = tabulate([*to_targets, *at_tokens])
     titles = [title for title, _ in tables]
     if len({*titles}) < len(titles):
@@ -735,13 +769,13 @@ def main(words):
         options = parse(words)
         files.check_writable(options.out)  # now, not when all is drawn
         jax.config.update("jax_platforms", "cpu")  # the GPUs may be busy with a run
-        table = comparison.read_runs(options.runs)
+        table = read_runs(options.runs)
     if table.empty:
         say("plot.py: there is nothing to draw yet")
         return
-    tasks = comparison.split_tasks(table)
+    tasks = split_tasks(table)
     if len(tasks) > 1:
-        differ = ", ".join(comparison.find_differences(table))
+        differ = ", ".join(find_differences(table))
         say(f"{len(tasks)} kinds of runs, which differ in {differ}, have a folder each")
     for name, rows in tasks.items():
         folder = options.out / name if len(tasks) > 1 else options.out

@@ -18,14 +18,15 @@ comparison.py tells which runs are compared, and which setting of a method and b
 import numpy as np
 
 from comparison import (
-    count_steps_to,
+    count_steps_to_loss_of,
     describe_flag,
-    find_rivals,
+    find_best_baselines,
     find_usual,
     label_groups,
     measure_cost,
     summarize_groups,
 )
+from recipe import METHODS
 
 IN_WORDS = {"method", "setting", "device"}  # columns whose cells start at the left
 NOTHING = "-"
@@ -42,40 +43,42 @@ def tabulate(comparisons):
             usual[method] = find_usual([*of_method.setting])
         groups["label"] = label_groups(groups, usual)
         best = groups.drop_duplicates(["method", "batch"])
-        best = best.sort_values(["place", "batch"], kind="stable")
-        tables.append(tabulate_best(best, comparison, find_rivals(groups), usual))
+        best = best.sort_values(["method_rank", "batch"])
+        tables.append(tabulate_best(best, comparison, find_best_baselines(groups), usual))
         if comparison.target is None and comparison.table.seconds.notna().any():
             tables.append(tabulate_costs(best, comparison))
-        for _, of_method in groups.groupby("place"):
+        for _, of_method in groups.groupby("method_rank"):
             if of_method.batch.duplicated().any():
                 tables.append(tabulate_settings(of_method, comparison, usual))
     return tables
 
 
-def tabulate_best(best, comparison, rivals, usual):
+def tabulate_best(best, comparison, baselines, usual):
     """The table of the best settings.
 
-    best: rows of `summarize_groups`; rivals: `find_rivals`; usual: {method: its `find_usual`}.
+    best: rows of `summarize_groups`; baselines: `find_best_baselines`; usual: {method: its
+    `find_usual`}.
     """
     reference = find_reference(best)
     lines = []
     for group in best.itertuples():
-        line = {"method": group.title, "batch": format_count(group.batch), "setting": group.label}
+        line = {"method": title_of(group), "batch": format_count(group.batch)}
+        line["setting"] = group.label
         if comparison.target is None:
             line |= describe_loss(group)
-            line |= describe_steps_to_rival(group, comparison, rivals)
+            line |= describe_steps_to_baseline(group, comparison, baselines)
             line["outer steps"] = format_number(group.step)
             line["tokens read"] = format_count(group.tokens)
         else:
             line |= describe_steps(group)
             line["steps / GN's"] = format_number(divide_steps(group, reference))
         lines.append(line)
-    asked = "Losses" if comparison.target is None else "Steps"
+    quantity = "Losses" if comparison.target is None else "Steps"
     parts = []
     for group in best.drop_duplicates("method").itertuples():
         if usual[group.method]:
-            parts.append(f"{group.title} has {describe_flags(usual[group.method])}")
-    title, table = finish_table(f"{asked} {describe_question(comparison)}", lines)
+            parts.append(f"{title_of(group)} has {describe_flags(usual[group.method])}")
+    title, table = finish_table(f"{quantity} {describe_question(comparison)}", lines)
     return title, table + describe_usual(parts)
 
 
@@ -84,7 +87,7 @@ def tabulate_costs(best, comparison):
     lines = []
     for group in best.itertuples():
         cost = measure_cost(comparison, group)
-        line = {"method": group.title, "batch": format_count(group.batch)}
+        line = {"method": title_of(group), "batch": format_count(group.batch)}
         line["seconds"] = format_digits(cost["seconds"])
         line["kJ"] = format_digits(cost["joules"] / 1000)
         line["tokens read"] = format_count(cost["tokens"])
@@ -105,12 +108,18 @@ def tabulate_settings(groups, comparison, usual):
         if comparison.target is not None:
             line |= describe_steps(group)
         lines.append(line | describe_loss(group))
-    method, name = groups.title.iloc[0], groups.method.iloc[0]
-    title, table = finish_table(f"Settings of {method} {describe_question(comparison)}", lines)
+    method = groups.method.iloc[0]
+    name = f"Settings of {METHODS[method].title} {describe_question(comparison)}"
+    title, table = finish_table(name, lines)
     parts = []
-    if usual[name]:
-        parts = [describe_flags(usual[name])]
+    if usual[method]:
+        parts = [describe_flags(usual[method])]
     return title, table + describe_usual(parts)
+
+
+def title_of(group):
+    """The name of a group's method in the tables."""
+    return METHODS[group.method].title
 
 
 def describe_flags(values):
@@ -191,22 +200,22 @@ def describe_loss(group):
     return cells
 
 
-def describe_steps_to_rival(group, comparison, rivals):
+def describe_steps_to_baseline(group, comparison, baselines):
     """Cells on the steps of a group to the last loss of the best baseline at its batch.
 
-    rivals: {batch: the best baseline}. No cells if there is none at all.
+    baselines: {batch: the best baseline}. No cells if there is none at all.
     """
-    if not rivals:
+    if not baselines:
         return {}
-    titles = {rival.title for rival in rivals.values()}
+    titles = {title_of(baseline) for baseline in baselines.values()}
     name = titles.pop() if len(titles) == 1 else "the best baseline"
     column = f"steps to {name}'s loss"
     cells = {column: NOTHING, "times fewer": NOTHING}
-    rival = rivals.get(group.batch)
-    if rival is None or group.diverged or not group.finished:
+    baseline = baselines.get(group.batch)
+    if baseline is None or group.diverged or not group.finished:
         return cells
-    steps = count_steps_to(comparison, group, rival)
-    steps_of_rival = count_steps_to(comparison, rival, rival)
+    steps = count_steps_to_loss_of(comparison, baseline, group)
+    its_own_steps = count_steps_to_loss_of(comparison, baseline, baseline)
     if not steps:
         return cells
     cells[column] = ", ".join(map(format_number, steps.values()))
@@ -214,7 +223,7 @@ def describe_steps_to_rival(group, comparison, rivals):
         cells[column] = "not reached"
     total = sum(steps.values())
     if total > 0:
-        cells["times fewer"] = format_number(sum(steps_of_rival[seed] for seed in steps) / total)
+        cells["times fewer"] = format_number(sum(its_own_steps[seed] for seed in steps) / total)
     return cells
 
 
@@ -242,15 +251,10 @@ def format_number(number):
     return f"{number:.2f}".rstrip("0").rstrip(".")
 
 
-def format_count(number, position=None):
-    """A count as the flags take it, such as 400k, 1.2m or 3b; a number below one as a fraction.
-
-    A count that is missing is "-". position: unused; matplotlib gives it to whatever writes ticks.
-    """
+def format_count(number):
+    """A count as the flags take it, such as 400k, 1.2m or 3b; "-" for one that is missing."""
     if np.isnan(number):
         return NOTHING
-    if 0 < number < 1:
-        return f"1/{1 / number:.3g}"
     for size, suffix in ((1e9, "b"), (1e6, "m"), (1e3, "k")):
         if number >= 0.9995 * size:  # or three digits would round it to "1e+03"
             return f"{number / size:.3g}{suffix}"

@@ -31,7 +31,7 @@ def read(*runs):
 
 def best_folders(asked):
     """The folders of the runs that are shown of a Comparison, in order."""
-    return [*dict.fromkeys(keep_best(asked).folder)]
+    return [*dict.fromkeys(keep_best(asked).source)]
 
 
 def folders(*runs):
@@ -157,7 +157,7 @@ def test_runs_to_a_target_compete_whatever_their_length(tmp_path):
     assert [asked.target for asked in compare_to_targets(table)] == [2.9, 2.6]
     assert best_folders(compare_to_targets(table)[0]) == folders(runs[0])
     (asked,) = compare_to_targets(table, 2.7)
-    assert {*asked.table.folder} == {other.folder, fixed.folder}
+    assert {*asked.table.source} == {other.folder, fixed.folder}
     assert best_folders(asked) == folders(fixed)
     assert keep_best(asked).val_loss.min() <= 2.7 < sorted(keep_best(asked).val_loss)[1]
 
@@ -215,7 +215,7 @@ def test_a_run_that_is_there_twice_counts_once(tmp_path, capsys):
     """As it stands in the later folder, and a line says so."""
     runs = [Run(tmp_path, seed=0), Run(tmp_path, seed=1), Run(tmp_path, seed=1).cut(5)]
     table = read(*runs)
-    assert {*table.folder} == {runs[0].folder, runs[2].folder}
+    assert {*table.source} == {runs[0].folder, runs[2].folder}
     assert capsys.readouterr().err == f"1 run is there again, later: {runs[1].folder}\n"
 
 
@@ -227,12 +227,12 @@ def test_packed_runs_are_read_as_their_folders_are(tmp_path):
     file = tmp_path / "kept" / "all.jsonl"
     packed.add(file, [packed.pack(run.folder) for run in runs[:2]])
     packed.add(file, [packed.pack(runs[2].folder)])
-    expected = read(*runs).drop(columns=["folder", "data"])
+    expected = read(*runs).drop(columns=["source", "data"])
     for path in (file, file.parent):
         table = read_runs([path])
-        assert [*table.folder.unique()] == [f"{file}:{number}" for number in (1, 2, 3)]
+        assert [*table.source.unique()] == [f"{file}:{number}" for number in (1, 2, 3)]
         assert {*table.data} == {"stdlib"}
-        pd.testing.assert_frame_equal(table.drop(columns=["folder", "data"]), expected)
+        pd.testing.assert_frame_equal(table.drop(columns=["source", "data"]), expected)
 
 
 def test_a_damaged_line_of_packed_runs_is_left_out(tmp_path, capsys):

@@ -47,14 +47,14 @@ def test_tables_and_figures_of_the_given_results_are_made_anew(project, capsys):
     assert plot.main(["results/one.jsonl", "--out", "f"]) == 0
     written = [Path.cwd() / name for name in ("README.md", "pictures/loss.png")]
     assert capsys.readouterr().out.splitlines()[-2:] == [*map(str, written)]
-    table = plot.make_from("results/one.jsonl")[0][TITLE]
+    table = plot.tables_and_figures("results/one.jsonl")[0][TITLE]
     assert "Gauss-Newton" in table
     old = "| old | table |\n| --- | --- |\n| 1 | 2 |\n"
     assert Path("README.md").read_text() == PAGE.replace(old, table)
     assert compare_images("f/loss.png", "pictures/loss.png", tol=0) is None
 
     assert plot.main([str(path) for path in Path("results").iterdir()]) == 0
-    other = plot.make_from("results/two.jsonl")[0][TITLE]
+    other = plot.tables_and_figures("results/two.jsonl")[0][TITLE]
     mark = f"<!-- results/two.jsonl: {TITLE} -->\n\n"
     assert other != table
     assert Path("README.md").read_text() == PAGE.replace(old, table).replace(
@@ -132,7 +132,7 @@ def test_a_mark_that_names_nothing_is_said(project, capsys, page, says):
 @pytest.fixture(scope="module")
 def made():
     """{file: its tables and figures} of the files that the pages show."""
-    return {file: plot.make_from(pages.ROOT / file) for file in pages.shown_files()}
+    return {file: plot.tables_and_figures(pages.ROOT / file) for file in pages.shown_files()}
 
 
 @pytest.mark.parametrize("page", pages.all_pages(), ids=lambda page: page.name)

@@ -22,7 +22,7 @@ def draw(*runs, target=None):
     """{name: Figure} of runs of one task."""
     table = comparison.read_runs([run.folder for run in runs])
     at_tokens = comparison.choose_tokens(comparison.compare_at_tokens(table))
-    return plot.draw(at_tokens, comparison.compare_to_targets(table, target))
+    return plot.draw_figures(at_tokens, comparison.compare_to_targets(table, target))
 
 
 def curves(ax):
@@ -340,9 +340,12 @@ def test_every_method_has_a_look_of_its_own():
 
 
 def test_numbers_are_written_as_the_flags_take_them():
-    numbers = [0, 0.25, 1, 999.6, 131_072, 999_600, 1.2e6, 3e9]
-    written = ["0", "1/4", "1", "1k", "131k", "1m", "1.2m", "3b"]
+    """A step size on an axis is a fraction."""
+    numbers = [0, 1, 999.6, 131_072, 999_600, 1.2e6, 3e9]
+    written = ["0", "1", "1k", "131k", "1m", "1.2m", "3b"]
     assert [plot.format_count(number) for number in numbers] == written
+    assert [plot.format_tick(number, None) for number in numbers] == written
+    assert plot.format_tick(0.25, None) == "1/4"
 
 
 @pytest.mark.parametrize("gap", [0.0, 0.02])

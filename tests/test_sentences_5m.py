@@ -25,7 +25,7 @@ import pages
 def test_gauss_newton_at_5m_is_as_far_as_is_said():
     """From the baseline, and from its own best setting; with the step sizes it takes."""
     asked, groups = groups_of("results/5m-grids.jsonl")
-    (rival,) = comparison.find_rivals(groups).values()
+    (rival,) = comparison.find_best_baselines(groups).values()
     assert rival.method == "soap"
     best = groups[groups.method == "gn"].iloc[0]
     usual = {"schedule": "global cosine", "inner": "muon", "damping": 0.0}
@@ -33,7 +33,7 @@ def test_gauss_newton_at_5m_is_as_far_as_is_said():
     rates = {}  # {steps: the learning rates that need so many}
     for group in groups[groups.method == "gn"].itertuples():
         if group.setting["line_search"]:
-            (steps,) = comparison.count_steps_to(asked, group, rival).values()
+            (steps,) = comparison.count_steps_to_loss_of(asked, rival, group).values()
             rates.setdefault(steps, set()).add(group.setting["lr"])
     (words,) = words_of("RESULTS.md")
     assert {*rates} == {4, 5, 6, 20} and rates[4] == {0.006} and rates[20] == {0.03}
@@ -59,7 +59,7 @@ def test_gauss_newton_at_5m_is_as_far_as_is_said():
 
 def test_what_helps_gauss_newton_and_prox_linear_at_5m_is_as_is_said():
     asked, groups = groups_of("results/5m-grids.jsonl")
-    (rival,) = comparison.find_rivals(groups).values()
+    (rival,) = comparison.find_best_baselines(groups).values()
     falling = {"schedule": "global cosine"}
     (words,) = words_of("RESULTS.md")
 
@@ -69,8 +69,8 @@ def test_what_helps_gauss_newton_and_prox_linear_at_5m_is_as_is_said():
     ends = f"with an average of 0.99 it ends at {prox.loss:.3f}, and at {other.loss:.3f} with"
     assert ends in words
     assert f"Without the average it ends as low ({without.loss:.3f}), but needs 9" in words
-    assert comparison.count_steps_to(asked, prox, rival) == {0: 5}
-    assert comparison.count_steps_to(asked, without, rival) == {0: 9}
+    assert comparison.count_steps_to_loss_of(asked, rival, prox) == {0: 5}
+    assert comparison.count_steps_to_loss_of(asked, rival, without) == {0: 9}
 
     free = groups[[setting.get("line_search") == 0 for setting in groups.setting]]
     free = free[free.method == "gn"]
@@ -458,11 +458,11 @@ def test_nothing_but_the_loss_differs_where_gauss_newton_diverges():
 def test_six_methods_at_5m_end_as_is_said():
     """At three seeds on which nothing was chosen, with the seconds of their steps."""
     asked, groups = groups_of("results/5m.jsonl")
-    (rival,) = comparison.find_rivals(groups).values()
+    (rival,) = comparison.find_best_baselines(groups).values()
     assert rival.method == "soap" and len(groups) == 6
     ratios = {}
     for group in groups[groups.method.isin(FAMILY)].itertuples():
-        steps = comparison.count_steps_to(asked, group, rival)
+        steps = comparison.count_steps_to_loss_of(asked, rival, group)
         assert {*steps} == {1, 2, 3}
         ratios[group.method] = [25 / number for number in steps.values()]
     groups = groups.set_index("method")
@@ -539,12 +539,12 @@ def test_a_larger_batch_costs_as_much_at_5m_as_is_said():
     assert f"3.3 times as large again takes only {steps[1] / steps[2]:.1f} times fewer." in words
 
     gains = {}
-    rivals = comparison.find_rivals(groups)
+    rivals = comparison.find_best_baselines(groups)
     for group in best[best.method.isin(["gn", "gn_prox"])].sort_values("batch").itertuples():
         rival = rivals[group.batch]
         assert rival.method == ("soap" if group.batch < 5e6 else "muon")
-        (its_steps,) = comparison.count_steps_to(asked, rival, rival).values()
-        (steps,) = comparison.count_steps_to(asked, group, rival).values()
+        (its_steps,) = comparison.count_steps_to_loss_of(asked, rival, rival).values()
+        (steps,) = comparison.count_steps_to_loss_of(asked, rival, group).values()
         gains.setdefault(group.method, []).append(f"{its_steps / steps:.1f}".removesuffix(".0"))
     first, second, third, _ = gains["gn"]
     assert f"it needs {first}, {second} and {third} times fewer steps" in words

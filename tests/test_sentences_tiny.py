@@ -22,13 +22,13 @@ from runtime import packed
 def test_it_takes_so_many_times_fewer_steps_than_the_best_baseline():
     """At each seed; the best baseline is SOAP."""
     asked, groups = groups_of("results/tiny.jsonl")
-    (rival,) = comparison.find_rivals(groups).values()
+    (rival,) = comparison.find_best_baselines(groups).values()
     assert rival.method == "soap"
-    its_steps = comparison.count_steps_to(asked, rival, rival)
+    its_steps = comparison.count_steps_to_loss_of(asked, rival, rival)
     ratios = []
     for group in groups.itertuples():
         if group.method in FAMILY:
-            steps = comparison.count_steps_to(asked, group, rival)
+            steps = comparison.count_steps_to_loss_of(asked, rival, group)
             ratios += [its_steps[seed] / steps[seed] for seed in (0, 1, 2)]
     for words in words_of("README.md", "RESULTS.md"):
         assert f"{min(ratios):.2g} to {max(ratios):.2g} times fewer steps" in words
@@ -37,10 +37,10 @@ def test_it_takes_so_many_times_fewer_steps_than_the_best_baseline():
 def test_variants_of_gauss_newton_end_as_near_to_it_as_is_said():
     """Prox-linear within the range of the seeds, layerwise not, which is as fast."""
     asked, groups = groups_of("results/tiny.jsonl")
-    (rival,) = comparison.find_rivals(groups).values()
+    (rival,) = comparison.find_best_baselines(groups).values()
     for method in ("gn", "layerwise_gn"):
         (group,) = groups[groups.method == method].itertuples()
-        steps = comparison.count_steps_to(asked, group, rival)
+        steps = comparison.count_steps_to_loss_of(asked, rival, group)
         assert {20 / number for number in steps.values()} == {4}
     assert not any(was_refused(run) for run in packed.read(pages.ROOT / "results/tiny.jsonl"))
     gn, prox, layerwise = (groups[groups.method == method].iloc[0] for method in FAMILY)
@@ -240,17 +240,18 @@ def test_a_larger_batch_costs_as_much_as_is_said():
     assert max(shorter) > min(of_seeds["muon"][262_144].values())
 
     ratios = []
-    rivals = comparison.find_rivals(groups)
+    rivals = comparison.find_best_baselines(groups)
     for group in best[best.method == "gn"].sort_values("batch").itertuples():
         rival = rivals[group.batch]
-        (its_steps,) = comparison.count_steps_to(asked, rival, rival).values()
-        (steps,) = comparison.count_steps_to(asked, group, rival).values()
+        (its_steps,) = comparison.count_steps_to_loss_of(asked, rival, rival).values()
+        (steps,) = comparison.count_steps_to_loss_of(asked, rival, group).values()
         ratios.append(f"{its_steps / steps:.1f}".removesuffix(".0"))
     first, *rest = ratios
     assert f"{first} times fewer steps at 16k, and {', '.join(rest[:-1])} and {rest[-1]}" in words
 
     of_262k = groups[(groups.method == "gn") & (groups.batch == 262_144)].itertuples()
-    steps = [comparison.count_steps_to(asked, group, rivals[262_144])[0] for group in of_262k]
+    rival = rivals[262_144]
+    steps = [comparison.count_steps_to_loss_of(asked, rival, group)[0] for group in of_262k]
     assert "3 of 10 steps at the better learning rate, and 2 at the other" in words
     assert steps == [3, 2]
 
