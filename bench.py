@@ -7,11 +7,12 @@ pass. A row shows
   tokens/s  tokens that a call reads (an outer step: without its line search), over the median
   share     the rate of the matrix products that the maths asks for, over the rate of one large
             product on the same devices
-  GiB       memory that the compiler reserves: arguments, results and all between
+  GiB       memory that the compiler reserves on a device: arguments, results and all between
   first, s  seconds of the first call, with its compilation
 """
 
 import json
+import re
 import sys
 import time
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ import gn
 import model
 from kernels import choice
 from recipe import METHODS
-from runtime import checkpoint, flags, parallel
+from runtime import checkpoint, flags, memory, parallel
 from runtime.command import blaming_input, check_stopped, command
 
 
@@ -37,7 +38,8 @@ class Config:
     """What is measured."""
 
     model: str = "tiny"  # tiny | 5m | 45m | 150m: the preset of the network
-    rows: str = ""  # only rows whose name holds one of these words, between commas; default all
+    # only rows whose name has one of these, between commas, where a word begins; default: all
+    rows: str = ""
     inner_batch: int = 0  # sequences in an inner batch; default 8 for tiny, else 32
     inner_steps: int = 8  # inner batches in the outer steps
     dtype: str = ""  # float32 | bfloat16; default: what suits the devices
@@ -57,7 +59,9 @@ class Config:
 class Products(NamedTuple):
     """Multiply-adds of a step per token: per weight of the blocks and of the head, and attention.
 
-    A unit of attention is one of its two products, q kᵀ or p v, in the forward pass.
+    A unit of attention is one of its two products, q kᵀ or p v, in the forward pass. A change on
+    its way up, or a cotangent on its way down, takes five of them: two for each of the two
+    products, and q kᵀ again.
     """
 
     block: int
@@ -65,23 +69,31 @@ class Products(NamedTuple):
     attention: int
 
 
-FORWARD = Products(1, 1, 2)
-BACKPROPAGATION = Products(3, 3, 7)  # forward, and two products back; q kᵀ is computed again
-GAUSS_NEWTON = Products(5, 5, 12)  # two more forward, for the change of the input and of the weight
+# A matrix takes one product forward, and two for a change or for a cotangent: that of its input,
+# and its own.
+FORWARD = Products(block=1, head=1, attention=2)
+BACKPROPAGATION = Products(block=1 + 2, head=1 + 2, attention=2 + 5)
+GAUSS_NEWTON = Products(block=1 + 2 + 2, head=1 + 2 + 2, attention=2 + 5 + 5)
 
 
 def layerwise_products(network):
     """Those of layerwise Gauss-Newton: a forward pass, and each stream through the layers above.
 
-    A block costs 1 for the forward pass, 4 for its own stream, and 2 for each of the (L + 1) / 2
-    streams that pass it on average.
+    A block takes 1 for the forward pass. Then there are streams, up and down: its own, which takes
+    2 each way in a block, and on average (L + 1) / 2 that pass it, which take 1 each way. The head
+    takes 1, and 2 for each of the L + 1 streams, and 2 for its own. Attention takes 5 for a stream
+    each way.
     """
     L = network.n_layers
-    return Products(L + 6, 2 * L + 5, 7 + 5 * (L + 2))
+    passing = (L + 1) / 2  # on average
+    block = 1 + 2 * (2 + passing)
+    head = 1 + 2 * (L + 1) + 2
+    attention = 2 + 2 * 5 * (1 + passing)
+    return Products(block, head, attention)
 
 
 class Row(NamedTuple):
-    """One thing to measure: f(state, *args) returns the next state, or what is thrown away."""
+    """One thing to measure: f(state, *args)."""
 
     name: str
     f: Any  # compiled, or a function that calls compiled ones
@@ -89,6 +101,7 @@ class Row(NamedTuple):
     start: Any  # makes the first state
     tokens: int = 0  # that a call reads
     products: Products = Products(0, 0, 0)
+    returns_state: bool = True  # the next one; else f returns a result, and the state stays
 
 
 def set_up(config):
@@ -120,35 +133,37 @@ def set_up(config):
 def rows(config, network, mesh, batches):
     """Every row: a forward pass, then those of the methods in the order of METHODS."""
 
-    def params():
+    def make_params():
         """Random parameters on the devices."""
         make = jax.jit(partial(model.init, network))
         return parallel.put(mesh, make(jax.random.key(0)))
 
-    yield forward_row(network, params, batches[0])
+    yield forward_row(network, make_params, batches[0])
     for name, method in METHODS.items():
-        settings = method.Config(network, config.inner_steps, 100)
-        start = partial(first_state, method.module, settings, params)
+        length = 100  # outer steps; any number would do
+        settings = method.Config(network, config.inner_steps, length)
+        start = partial(first_state, method.module, settings, make_params)
         if isinstance(settings, baselines.Config):
             yield from baseline_rows(name, settings, start, batches)
         elif isinstance(settings, gn.Config):
             yield from gauss_newton_rows(name, method.module, settings, start, batches)
 
 
-def first_state(module, settings, params):
+def first_state(module, settings, make_params):
     """A method's first state. An inner iterate θ is moved a little, so that there is a change δ."""
-    state = parallel.jit(module.init, static_argnums=1)(params(), settings)
+    state = parallel.jit(module.init, static_argnums=1)(make_params(), settings)
     if hasattr(state, "theta"):
         theta = jax.tree.map(lambda a: 1.001 * a, state.theta)
         state = state._replace(theta=theta)
     return state
 
 
-def forward_row(network, params, tokens):
+def forward_row(network, make_params, tokens):
     """One evaluation of the loss, as the line search and the evaluation take."""
     mean_loss = jax.jit(parallel.mean(partial(model.loss, network)))
     name = "forward, one line-search evaluation"
-    return Row(name, mean_loss, (tokens,), params, tokens[:, 1:].size, FORWARD)
+    size = tokens[:, 1:].size
+    return Row(name, mean_loss, (tokens,), make_params, size, FORWARD, returns_state=False)
 
 
 def baseline_rows(name, settings, start, batches):
@@ -190,9 +205,10 @@ def gauss_newton_rows(name, module, settings, start, batches):
     args = (batches[0], settings, module.value_and_grad)
     yield Row(f"{name}: inner step", gn.inner_step, args, start, tokens, products)
     if settings.line_search:
-        n = settings.line_search + settings.guard  # step sizes, θ_t among them
+        n = len(settings.step_sizes)  # θ_t among them
         title = f"{name}: line search, {N} inner batches x {n}"
-        yield Row(title, search, (), start, N * tokens, Products(n, n, 2 * n))
+        products = Products(n, n, 2 * n)
+        yield Row(title, search, (), start, N * tokens, products, returns_state=False)
     yield Row(f"{name}: outer step, {N} inner steps", outer, (), start, N * tokens)
 
 
@@ -224,8 +240,9 @@ def matmul_rate(dtype, devices):
     """Multiplications and additions per second of one large square product, on all devices."""
     n = 2048 if jax.default_backend() == "cpu" else 8192
     a = jax.random.normal(jax.random.key(0), (n, n), dtype)
-    multiply = jax.jit(lambda a: (a @ a / n**0.5, 0))
-    times = seconds(10, multiply, a)
+    multiply = jax.jit(lambda a: a @ a)
+    # The factors stay the same: powers of a would soon be no numbers any more.
+    times = seconds(10, lambda a: (a, multiply(a)), a)
     return 2 * n**3 * devices / np.median(times)
 
 
@@ -240,24 +257,22 @@ def operations(network, row):
 
 
 def peak_gib(f, *args):
-    """GiB that the compiler reserves for f, or None where f is no compiled function."""
+    """GiB that the compiler reserves for f on a device, or None where f is no compiled function."""
     if not hasattr(f, "lower"):
         return None
-    memory = f.lower(*args).compile().memory_analysis()
-    arguments = memory.argument_size_in_bytes - memory.alias_size_in_bytes
-    return (arguments + memory.output_size_in_bytes + memory.temp_size_in_bytes) / 2**30
+    needed, _ = memory.usage(f.lower(*args))  # MiB
+    return needed / 2**10
 
 
 def measure(config, network, rate, row):
     """The numbers of a row."""
     state = jax.block_until_ready(row.start())
     start = time.perf_counter()
-    peak = peak_gib(row.f, state, *row.args)
+    peak = peak_gib(row.f, state, *row.args)  # this compiles the program of the first call
 
     def step(state):
         out = row.f(state, *row.args)
-        is_next_state = type(out) is type(state)
-        return (out if is_next_state else state), out
+        return (out if row.returns_state else state), out
 
     state, _ = jax.block_until_ready(step(state))
     first = time.perf_counter() - start
@@ -331,13 +346,11 @@ def reserved(path):
 
 def find_rows(config, network, mesh, batches):
     """The rows that are asked for. Raises ValueError if there are none."""
-    words = [word for word in config.rows.split(",") if word] or [""]
-    chosen = []
-    for row in rows(config, network, mesh, batches):
-        if any(word in row.name for word in words):
-            chosen.append(row)
+    names = [name for name in config.rows.split(",") if name] or [""]
+    at_a_word = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, names))})")
+    chosen = [row for row in rows(config, network, mesh, batches) if at_a_word.search(row.name)]
     if not chosen:
-        raise ValueError(f"no row holds {' or '.join(words)}")
+        raise ValueError(f"no row has {' or '.join(names)}")
     return chosen
 
 
@@ -385,8 +398,7 @@ def run(config, network, mesh, chosen):
 
 def write(path, data):
     """Writes data as JSON."""
-    text = json.dumps(data, indent=1)
-    checkpoint.write_file(path, lambda f: f.write(text.encode()))
+    checkpoint.write_text(path, json.dumps(data, indent=1))
 
 
 @command

@@ -43,7 +43,10 @@ OBJECTIVES = {"quadratic": gn.quadratic, "exact": gn_prox.exact}
 @traced
 @dataclass(frozen=True)
 class Config(gn.Config):
-    """Settings of layerwise Gauss-Newton: those of Gauss-Newton, and the objective of a layer."""
+    """Settings of layerwise Gauss-Newton: those of Gauss-Newton, and the objective of a layer.
+
+    The network is model.py, as `split` must know its layers.
+    """
 
     # how many α = 2^(-i/2) are tried: more than in gn.py, as the paper needs smaller ones here
     # (Section 6.3, Appendix D); 0 = no search, α = 1
@@ -60,6 +63,8 @@ class Config(gn.Config):
     def check(self):
         super().check()
         check_choice(self, "objective", OBJECTIVES)
+        if self.model is not model:
+            raise ValueError("layerwise_gn.py knows the layers of model.py only")
 
 
 # ---- the layers below the head -------------------------------------------------------------------
@@ -82,12 +87,15 @@ def merge(layers):
     return {**embedding, "blocks": stacked, "final_norm": blocks[-1]["final_norm"]}
 
 
-def layer(network, p, h):
-    """One layer with parameters p: int32 ids [B, T] or [B, T, D] -> [B, T, D]."""
+def layer(network, p, inputs):
+    """The output of a layer with parameters p, [B, T, D].
+
+    inputs: int32 ids [B, T] for the embedding, the output of the layer below for all others.
+    """
     if "embedding" in p:
-        return p["embedding"][h]
+        return p["embedding"][inputs]
     block = {name: a for name, a in p.items() if name != "final_norm"}
-    h = model.block(network, block, h)
+    h = model.block(network, block, inputs)
     if "final_norm" in p:
         h = model.rms_norm(h, p["final_norm"])
     return h
@@ -120,12 +128,12 @@ def transpose(f, like):
 
 def map_first(f, streams, n):
     """The stacked streams, with f applied to each of the first n."""
+    if n == 0:  # at the embedding, whose inputs are ids: f has no meaning there
+        return streams
 
     def apply(i, streams):
         return streams.at[i].set(f(streams[i]))
 
-    if n == 0:  # at the embedding, whose inputs are ids: f has no meaning there
-        return streams
     return jax.lax.fori_loop(0, n, apply, streams)
 
 
@@ -149,13 +157,14 @@ def value_and_grad(theta0, delta, tokens, config, objective=None):
     return jax.tree.map(lambda total: total / y.size, (ell, L2, grad))
 
 
-def linear_maps(network, p, h):
-    """The output of a layer with input h, [B, T, D], and its linear maps there.
+def linear_maps(network, p, inputs):
+    """The output of a layer, and its linear maps at its parameters p and its inputs.
 
-    from_params, from_input: a change of the parameters, or of the input -> that of the output
-    to_params, to_input: a cotangent of the output -> that of the parameters, or of the input
+    from_params, from_input: a change of the parameters, or of the inputs -> that of the output
+    to_params, to_input: a cotangent of the output -> that of the parameters, or of the inputs
+    (from_input and to_input have no meaning for the embedding, whose inputs are ids)
     """
-    output, pull = jax.vjp(partial(layer, network), p, h)
+    output, pull = jax.vjp(partial(layer, network), p, inputs)
 
     def to_params(u):
         return pull(u)[0]
@@ -176,13 +185,13 @@ def up(network, theta0, delta, x):
     blocks; `across` makes that of the head. Each layer, the lowest first, has a pair of pullbacks:
     from its output to its parameters, and from its output to its input.
     """
+    shape = (network.n_layers + 1, *x.shape, network.d_model)
+    streams = jnp.zeros(shape, theta0["embedding"].dtype)
     h = x
     pullbacks = []
     layers = zip(split(theta0), split(delta), strict=True)
     for i, (p, dp) in enumerate(layers):
         h, from_params, from_input, to_params, to_input = linear_maps(network, p, h)
-        if i == 0:  # now the shape of h is known
-            streams = jnp.zeros((network.n_layers + 1, *h.shape), h.dtype)
         streams = map_first(from_input, streams, i)
         streams = streams.at[i].set(from_params(dp))
         pullbacks.append((to_params, to_input))

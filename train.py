@@ -15,6 +15,7 @@ a run is made of: its method, its flags and their defaults.
 """
 
 import math
+import shlex
 import sys
 import time
 from contextlib import ExitStack, contextmanager
@@ -162,7 +163,7 @@ def warm_up_digest(session):
 
 def code_bytes():
     """The hash of the code as an array, which is kept with a warm-up."""
-    return np.frombuffer(bytes.fromhex(checkpoint.code()), np.uint8)
+    return np.frombuffer(bytes.fromhex(checkpoint.CODE), np.uint8)
 
 
 def hash_of(code):
@@ -498,7 +499,7 @@ def execute_all(runs, corpora, signals):
                 raise
             say(f"train.py: {reason}")
             results.append("failed")
-    report.grid(runs, results)
+    report.print_grid(runs, results)
     return results
 
 
@@ -551,11 +552,11 @@ def execute(run, corpus, signals):
     with jax.set_mesh(run.mesh):
         run, memory_needed = fit_memory(run, new_state)
     tokens_in_text = None if corpus.meta["later_files"] else corpus.train.tokens_in_windows()
-    forms = choice.forms(run.network)
-    report.opening(run, forms, memory_needed, data.describe(corpus.meta), tokens_in_text, begun)
+    kernels, text = choice.forms(run.network), data.describe(corpus.meta)
+    report.print_opening(run, kernels, memory_needed, text, tokens_in_text, begun)
     with jax.set_mesh(run.mesh), signals.deferred():
         rows = train(open_session(run, corpus, signals), state, rows)
-    report.summary(run, rows)
+    report.print_summary(run, rows)
     return rows
 
 
@@ -637,7 +638,7 @@ def main(words):
             results = [hold_and_execute(runs[0], corpora[0], signals)]
             folder = runs[0].config.out
             if isinstance(results[0], list):
-                report.next_commands(folder, folder)
+                report.print_next_commands(folder, shlex.quote(folder))
     has_run = any(isinstance(result, list) for result in results)
     return 0 if has_run else 1
 

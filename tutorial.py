@@ -3,11 +3,11 @@
 For readers who know gradient descent and a little JAX. `python tutorial.py` takes less than a
 minute. It prints what the sections below compute, and draws figures/tutorial.png.
 
-Near the parameters θ_t, the loss L of a network is close to a quadratic model of the step δ,
+Near the parameters θ_t, the loss L of a network is close to a quadratic function of the step δ,
 
     m(δ) = L(θ_t) + grad·δ + ½ δ·C δ,    grad = ∇L(θ_t)
 
-where the matrix C says how the loss curves. The gradient of the model, grad + C δ, is zero at
+where the matrix C says how the loss curves. The gradient of m, grad + C δ, is zero at
 δ = -C⁻¹ grad. Three methods take this step. They differ in C:
 
     gradient descent    C = I           its step is -grad
@@ -57,14 +57,14 @@ class MLP:
 
     @staticmethod
     def hidden(network, params, x):
-        return jnp.tanh(x @ params["w"] + params["b"][None])  # [n, 3]: three hidden units
+        return jnp.tanh(x @ params["w"] + params["b"][None])  # [n, 3 hidden units]
 
     @staticmethod
     def head_both_ways(network, theta0, delta):
         w, dw = theta0["head"], delta["head"]
 
-        def both_ways(h, dh):  # [n, 3]; h: the hidden units, dh: their change
-            def pull(u):  # [n, 3], a number per logit; back to hidden units and head (section 3)
+        def both_ways(h, dh):  # the hidden units and their change, [n, 3 hidden units]
+            def pull(u):  # [n, 3 classes]; from logits to hidden units and head (see section 3)
                 return u @ w.T, {"head": h.T @ u}
 
             return h @ w, dh @ w + h @ dw, pull  # the logits, their change, the way back
@@ -99,10 +99,11 @@ def init(seed):
     return {name: rng.normal(size=shape) / 2 for name, shape in shapes.items()}
 
 
-def flatten(config, params, batch):
-    """θ, which is all P parameters in one vector, and three functions of θ.
+def functions_of_theta(config, params, batch):
+    """θ, all P parameters in one vector, and three functions of it: as_params, logits, loss.
 
-    They return the params, the logits [n, V] (n labels, V classes), and the mean loss.
+    as_params(θ) are the params again; logits(θ) are [n, V], for n labels and V classes; loss(θ) is
+    the mean loss.
     """
     x, y = config.model.inputs_and_labels(batch)
     theta, as_params = ravel_pytree(params)
@@ -164,7 +165,7 @@ def make_product(logits, theta):
     @jax.jit
     def product(delta):
         v = push(delta)  # J δ
-        Hv = p * v - p * jnp.sum(p * v, axis=1, keepdims=True)
+        Hv = p * v - p * jnp.sum(p * v, axis=1, keepdims=True)  # (diag(p) - p pᵀ) v
         (G_delta,) = pull(Hv / len(z))
         return G_delta + DAMPING * delta
 
@@ -173,13 +174,13 @@ def make_product(logits, theta):
 
 # ---- 4. The same step from gradients -------------------------------------------------------------
 #
-# The model's gradient is grad + C δ. Gradient steps on the model lead to the same δ, though slowly
-# where the model curves little. gn.py works like this, with Muon in place of plain gradient steps.
-# Each of its steps reads only a part of the data; a conjugate gradient step must read all of it.
+# The gradient of m is grad + C δ. Gradient steps on m lead to the same δ, though slowly where m
+# curves little. gn.py works like this, with Muon in place of plain gradient steps. Each of its
+# steps reads only a part of the data; a conjugate gradient step must read all of it.
 
 
 def descend(product, grad, lr, steps):
-    """δ after each of so many gradient steps on the model, a list."""
+    """δ after each of so many gradient steps on m, a list."""
     deltas = []
     delta = jnp.zeros_like(grad)
     for _ in range(steps):
@@ -190,7 +191,7 @@ def descend(product, grad, lr, steps):
 
 # ---- 5. A line search ----------------------------------------------------------------------------
 #
-# The model is close to the loss only near θ_t. So try α δ for several α, and keep the best.
+# m is close to the loss only near θ_t. So try α δ for several α, and keep the best.
 
 ALPHAS = np.array([0, *2.0 ** np.arange(-8, 5)])  # 0 (no step), 1/256, 1/128, .. 8, 16
 SHOWN = np.linspace(0, 1.2, 61)  # the α of the picture
@@ -210,30 +211,38 @@ def line_search(loss, theta, delta):
 # ---- 6. Gradient descent, Newton, Gauss-Newton ---------------------------------------------------
 #
 # A negative eigenvalue of the Hessian is a direction in which the loss curves downwards. If it is
-# below -λ, Newton's model has no minimum: Newton goes to a saddle or a maximum of it, and may even
-# go uphill. Gauss-Newton cannot: its slope, grad·δ = -grad·C⁻¹ grad, is always negative.
+# below -λ, Newton's m has no minimum: Newton goes to a saddle or a maximum of it, and may even go
+# uphill. Gauss-Newton cannot: its slope, grad·δ = -grad·C⁻¹ grad, is always negative.
 
 
-@partial(jax.jit, static_argnames=("logits", "loss"))
-def compute_steps(logits, loss, theta):
-    """{method: (C, δ, slope grad·δ of the loss along δ)} at θ."""
+class Step(NamedTuple):
+    """The step of a method at θ_t."""
+
+    C: jax.Array
+    delta: jax.Array
+    slope: jax.Array  # grad·δ, of the loss along δ
+
+
+@partial(jax.jit, static_argnames=("method", "logits", "loss"))
+def compute_step(method, logits, loss, theta):
+    """The Step of a method at θ."""
     grad = jax.grad(loss)(theta)
     identity = jnp.eye(len(theta))
-    newton = jax.hessian(loss)(theta) + DAMPING * identity
-    gauss_newton = gauss_newton_matrix(logits, theta) + DAMPING * identity
-    matrices = {"gradient": identity, "Newton": newton, "Gauss-Newton": gauss_newton}
-    found = {}
-    for method, C in matrices.items():
-        delta = -jnp.linalg.solve(C, grad)
-        found[method] = (C, delta, grad @ delta)
-    return found
+    if method == "gradient":
+        C = identity
+    elif method == "Newton":
+        C = jax.hessian(loss)(theta) + DAMPING * identity
+    else:
+        C = gauss_newton_matrix(logits, theta) + DAMPING * identity
+    delta = -jnp.linalg.solve(C, grad)
+    return Step(C, delta, grad @ delta)
 
 
 def train(logits, loss, theta, method):
     """The loss before and after each of 15 steps of a method, each with a line search."""
     losses = [loss(theta)]
     for _ in range(15):
-        _, delta, _ = compute_steps(logits, loss, theta)[method]
+        delta = compute_step(method, logits, loss, theta).delta
         theta += line_search(loss, theta, delta) * delta
         losses.append(loss(theta))
     return losses
@@ -247,7 +256,7 @@ def train(logits, loss, theta, method):
 
 def errors_of_gn(config, params, batch):
     """The relative errors of gn.value_and_grad in m(δ), grad and G δ, against the formulas."""
-    theta, as_params, logits, loss = flatten(config, params, batch)
+    theta, as_params, logits, loss = functions_of_theta(config, params, batch)
     delta = np.random.default_rng(1).normal(size=theta.shape) / 10
 
     @jax.jit
@@ -284,18 +293,32 @@ def make_llama():
     return gn.Config(network=network, inner_steps=1, outer_steps=1), params, tokens
 
 
+# ---- 8. A network of your own --------------------------------------------------------------------
+
+OWN_NETWORK = """
+8. For a network of your own, write the five functions of MLP, and give what holds them to
+   gn.Config as `model`. Its parameters must be a dict. `hidden` must not read "head".
+   Then gn.value_and_grad works. gn.update trains the network if `network` has a dtype: Muon takes
+   the parameters that are named as in model.MATRICES, AdamW those named embedding and head, and
+   Adam with Nesterov momentum all others."""
+
+
 # ---- the lesson, printed and drawn ---------------------------------------------------------------
 
 
 def teach_one_step(logits, loss, theta):
-    """Prints sections 1 to 5. Returns how far conjugate gradients and gradient steps end from δ."""
+    """Prints sections 1 to 5.
+
+    Returns how far conjugate gradients end from δ, in lengths of δ, and {step: how far gradient
+    descent on m is after that step}.
+    """
     P = len(theta)
     print(f"1. A network of {P} parameters. Its loss is {loss(theta):.4f};")
     print(f"   with equal probabilities for the 3 classes it would be log 3 = {np.log(3):.4f}.")
 
     curvatures = jnp.linalg.eigvalsh(gauss_newton_matrix(logits, theta))
     zeros = jnp.sum(curvatures < 1e-12)
-    _, delta, _ = compute_steps(logits, loss, theta)["Gauss-Newton"]
+    delta = compute_step("Gauss-Newton", logits, loss, theta).delta
     print(f"\n2. G is {P} x {P}. The largest of its eigenvalues is {curvatures[-1]:.4f};")
     print(f"   {zeros} are zero but for rounding.")
     print(f"   With λ = {DAMPING}, the step δ has length {jnp.linalg.norm(delta):.4f}.")
@@ -307,7 +330,7 @@ def teach_one_step(logits, loss, theta):
     print("\n3. Conjugate gradients find this δ from pushforwards and pullbacks alone,")
     print(f"   to within {cg_distance:.0e} of its length.")
 
-    print("\n4. Gradient steps on the model approach it. The distance left, in lengths of δ:")
+    print("\n4. Gradient steps on m(δ) approach it. The distance left, in lengths of δ:")
     deltas = descend(product, grad, lr=1 / (curvatures[-1] + DAMPING), steps=1000)
     distances = {step: distance(deltas[step - 1], delta) for step in (1, 10, 100, 1000)}
     for step, left in distances.items():
@@ -324,7 +347,7 @@ class Comparison(NamedTuple):
 
     slope: jax.Array  # grad·δ, of its first step
     curve: jax.Array  # the loss at θ_t + α δ, for each α of SHOWN
-    parabola: jax.Array  # the model m there
+    parabola: jax.Array  # m there
     losses: list  # before and after each step in training
 
 
@@ -335,9 +358,8 @@ def teach_comparison(logits, loss, theta):
     print("                  slope     loss     α of the      loss after")
     print("                 grad·δ  at θ_t+δ  line search  15 such steps")
     results = {}
-    steps = compute_steps(logits, loss, theta)
     for method in LOOKS:
-        C, delta, slope = steps[method]
+        C, delta, slope = compute_step(method, logits, loss, theta)
         curve = losses_along(loss, theta, delta, SHOWN)
         curvature = delta @ C @ delta
         parabola = curve[0] + slope * SHOWN + curvature / 2 * SHOWN**2
@@ -354,8 +376,8 @@ def count_uphill(logits, loss):
     uphill = dict.fromkeys(LOOKS, 0)
     for seed in range(100):
         theta, _ = ravel_pytree(init(seed))
-        for method, (_, _, slope) in compute_steps(logits, loss, theta).items():
-            uphill[method] += int(slope > 0)
+        for method in LOOKS:
+            uphill[method] += int(compute_step(method, logits, loss, theta).slope > 0)
     return uphill
 
 
@@ -365,11 +387,12 @@ def draw(results):
     left, right = figure.subplots(1, 2)
     for method, (color, marker) in LOOKS.items():
         found = results[method]
-        left.plot(SHOWN, found.curve, color=color, marker=marker, markevery=[50])  # at α = 1
+        at_one = [list(SHOWN).index(1)]
+        left.plot(SHOWN, found.curve, color=color, marker=marker, markevery=at_one)
         left.plot(SHOWN, found.parabola, "--", color=color)
         right.plot(found.losses, color=color, marker=marker, label=method)
     left.axvline(1, color="lightgrey", zorder=0)
-    left.set(title="Along the first step (dashed: the model)")
+    left.set(title="Along the first step (dashed: m)")
     left.set(xlabel="α", ylabel="loss at θ_t + α δ")
     right.set(title="Training", xlabel="steps, each with a line search", ylabel="loss", ylim=0)
     right.legend(frameon=False)
@@ -378,16 +401,9 @@ def draw(results):
     return figure
 
 
-OWN_NETWORK = """
-8. For a network of your own, write the five functions of MLP, and give what holds them to
-   gn.Config as `model`. Its parameters must be a dict. `hidden` must not read "head".
-   Then gn.value_and_grad works. gn.update trains the network if `network` has a dtype: Muon takes
-   the parameters that are named as in model.MATRICES, and AdamW all others."""
-
-
 def teach(out):
     """The whole lesson; the picture goes into the folder `out`. Returns what the tests check."""
-    theta, _, logits, loss = flatten(CONFIG, init(SEED), make_batch())
+    theta, _, logits, loss = functions_of_theta(CONFIG, init(SEED), make_batch())
     one_step = teach_one_step(logits, loss, theta)
 
     comparison = teach_comparison(logits, loss, theta)

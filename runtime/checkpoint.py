@@ -21,21 +21,19 @@ import sys
 import zipfile
 import zlib
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from runtime import files, parallel
 from runtime.command import BadInput
 
 ROOT = Path(__file__).resolve().parents[1]  # of the project
-ROOMS = ("", "kernels", "text", "runtime")  # folders of the code that a run uses
-# Files that decide nothing in a run.
-SHOWING = {"bench", "comparison", "energy", "experiments", "packed", "pages", "plot", "report"}
-SHOWING |= {"sample", "tables", "tutorial"}
+FOLDERS = ("", "kernels", "text", "runtime")  # of the code that a run uses
+# Files in them that cannot change what a run computes: other commands, and what is only shown.
+NOT_COUNTED = {"bench", "comparison", "energy", "experiments", "packed", "pages", "plot"}
+NOT_COUNTED |= {"progress", "report", "sample", "tables", "tutorial"}
 
 
 # ---- arrays ----
@@ -45,6 +43,11 @@ def write_file(path, write, check=None):
     """files.write_file in the first process; the others do nothing."""
     if jax.process_index() == 0:
         files.write_file(path, write, check)
+
+
+def write_text(path, text):
+    """`write_file` of a text."""
+    write_file(path, lambda file: file.write(text.encode()))
 
 
 def remove(path):
@@ -59,21 +62,34 @@ def save(path, tree, shared=False):
 
     shared: whether another run may write the file at the same time; then one waits for the other.
     Reads the file again before it gets its name. Raises OSError if what is read is not what was
-    written, by the checksum that a zip file holds of each of its parts.
+    written, by the checksum that a zip file holds of each of its parts, and TypeError for a dtype
+    that .npz does not know, such as bfloat16.
     """
 
     def check(draft):
-        with zipfile.ZipFile(draft) as f:
-            if f.testzip():
-                raise OSError(f"{path}: what was written is not what is read")
+        if is_damaged(draft):
+            raise OSError(f"{path}: what was written is not what is read")
 
     arrays = {}
     for where, a in jax.tree_util.tree_leaves_with_path(tree):
-        arrays[jax.tree_util.keystr(where)] = parallel.whole(a)
+        name = jax.tree_util.keystr(where)
+        array = parallel.whole(a)
+        if array.dtype.kind == "V":  # it would be read as bytes without a meaning
+            raise TypeError(f"{path}: {name} is {array.dtype}, which .npz cannot hold")
+        arrays[name] = array
     with ExitStack() as stack:
         if shared and jax.process_index() == 0:
             stack.enter_context(files.locked(Path(path).with_name("lock")))
         write_file(path, lambda f: np.savez(f, **arrays), check)
+
+
+def is_damaged(path):
+    """Whether a zip file is not whole, or has a part with another checksum than it says."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            return file.testzip() is not None
+    except zipfile.BadZipFile:
+        return True
 
 
 def read_arrays(path):
@@ -86,7 +102,7 @@ def read_arrays(path):
 
 
 def load(path, like):
-    """Reads a tree of arrays that `save` wrote.
+    """Reads a tree of numpy arrays that `save` wrote; the caller spreads them over its devices.
 
     Raises ValueError if the file is damaged, or if the tree's structure, shapes or dtypes are not
     those of `like`.
@@ -97,7 +113,7 @@ def load(path, like):
     difference = find_difference(arrays, expected)
     if difference:
         raise ValueError(f"{path} holds other arrays than this run has: {difference}")
-    in_order = [jnp.asarray(arrays[name]) for name in expected]
+    in_order = [arrays[name] for name in expected]
     return jax.tree_util.tree_unflatten(structure, in_order)
 
 
@@ -196,9 +212,9 @@ def resume(folder, init, last_step):
     """The state and the log rows that a run's folder holds; None and [] if it has saved no state.
 
     init: a function that makes a state like the saved one; it is not computed, only traced.
-    last_step: of what is asked now; a longer command may have gone further, whose rows are left
-    out. Raises OSError if the log or both checkpoints are damaged, FloatingPointError if the run
-    has diverged by then.
+    last_step: the end of the run, as it is asked for now. An earlier command may have gone further;
+    then its later rows are left out. Raises OSError if the log or both checkpoints are damaged, and
+    FloatingPointError if the run has diverged at last_step or before.
     """
     rows = read_log(folder)
     check_log(folder, rows, last_step)
@@ -238,7 +254,7 @@ def read_log(folder):
 def write_log(folder, rows):
     """Writes log.jsonl. Raises ValueError for NaN and infinity, which JSON does not have."""
     text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
-    write_file(Path(folder) / "log.jsonl", lambda f: f.write(text.encode()))
+    write_text(Path(folder) / "log.jsonl", text)
 
 
 def check_log(folder, rows, last_step):
@@ -262,8 +278,8 @@ def is_row(row):
     """Whether a row of a log has what a resumed run and the commands need of it."""
     counts = all(isinstance(row.get(name), int) for name in COUNTS)
     measures = all(isinstance(row.get(name), int | float) for name in MEASURES)
-    others = all(isinstance(value, int | float | None) for value in row.values())
-    return counts and measures and others
+    all_are_numbers = all(isinstance(value, int | float | None) for value in row.values())
+    return counts and measures and all_are_numbers
 
 
 # ---- the folder of a run ----
@@ -300,7 +316,7 @@ def refuse_taken(folder, taken):
 
 
 def check_folder(folder, flags, defaults, reasons):
-    """Raises ValueError if a folder holds anything but a run of these flags, or nothing.
+    """Raises ValueError unless a folder is missing, is empty, or holds a run of these flags.
 
     flags: {name: value}, and maybe the hash of the text as "corpus"; other flags of the run do not
     matter. defaults: values of flags that the run's config.json may lack, because it is older than
@@ -315,8 +331,10 @@ def check_folder(folder, flags, defaults, reasons):
     try:
         saved = read_config(folder)
         then = defaults | saved["config"]
-        saved["about"]["code"]  # open_folder needs it
-        dict(saved["about"].get("jax_settings", {}))  # and this, but older runs lack it
+        about = saved["about"]
+        # reopen_folder reads both, but older runs lack the second.
+        if "code" not in about or not isinstance(about.get("jax_settings", {}), dict):
+            raise ValueError("it does not say how the run was made")
     except files.UNREADABLE:
         raise ValueError(f"{folder} is there and is not a run; give another --out") from None
     changes = []
@@ -342,74 +360,91 @@ def read_config(folder):
 
 def write_config(folder, config):
     """Writes config.json, a dict of dicts."""
-    text = json.dumps(config, indent=1)
-    write_file(Path(folder) / "config.json", lambda f: f.write(text.encode()))
+    write_text(Path(folder) / "config.json", json.dumps(config, indent=1))
 
 
 def open_folder(folder, flags, renewed=()):
-    """Creates the folder of a run. If it is there, says what has changed since then.
+    """Creates the folder of a run, or reopens it.
 
-    That is the code, and variables of the shell that change what JAX computes. renewed: names of
-    flags whose values config.json gets anew, as a run may become longer.
+    renewed: names of flags whose values config.json gets anew, as a run may become longer.
     """
-    path = Path(folder) / "config.json"
-    if path.exists():
-        saved = read_config(folder)
-        about = saved["about"]
-        warn_of_other_code(folder, about["code"])
-        warn_of_other_settings(folder, about.get("jax_settings", {}))
-        config = saved["config"] | {name: flags[name] for name in renewed}
-        if config != saved["config"]:
-            write_config(folder, saved | {"config": config})
-        return
+    if (Path(folder) / "config.json").exists():
+        reopen_folder(folder, {name: flags[name] for name in renewed})
+    else:
+        create_folder(folder, flags)
+
+
+def reopen_folder(folder, renewed):
+    """Renews some flags in the config.json of a run, and says what else has changed since then.
+
+    That is the code, and variables of the shell that change what JAX computes.
+    """
+    saved = read_config(folder)
+    config, about = saved["config"], saved["about"]
+    warn_of_other_code(folder, about["code"])
+    warn_of_other_settings(folder, about.get("jax_settings", {}))
+    if config | renewed != config:
+        write_config(folder, saved | {"config": config | renewed})
+
+
+def create_folder(folder, flags):
+    """Makes the folder of a run with its config.json."""
     device = jax.devices()[0]
     about = {
         "commit": commit(),
-        "code": code(),
+        "code": CODE,
         "python": sys.version.split()[0],
         "jax": jax.__version__,
         "jax_settings": jax_settings(),
         "numpy": np.__version__,
         "device": f"{device.platform}: {device.device_kind}",
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
+    Path(folder).mkdir(parents=True, exist_ok=True)
     write_config(folder, {"config": flags, "about": about})
 
 
 def check_text(folder, hashes):
-    """Notes in text.json which text a run reads. Raises BadInput if it was another one before.
+    """Notes in text.json which text a run reads.
 
     hashes: {number of a group of files: the sha256 of its ids} of all groups up to now. They come
-    one by one, while the run reads.
+    one by one, while the run reads. Raises BadInput if it was another text before, or if text.json
+    is damaged.
     """
     path = Path(folder) / "text.json"
-    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    known = {}
+    if path.exists():
+        try:
+            known = dict(json.loads(path.read_text(encoding="utf-8")))
+        except files.UNREADABLE as error:
+            raise BadInput(f"{path} cannot be read: {error}; give another --out") from None
     now = {str(group): sha256 for group, sha256 in hashes.items()}
     for group, sha256 in now.items():
         if known.get(group, sha256) != sha256:
             what = f"part {group} of the text is not what it was when this run read it"
             raise BadInput(f"{folder}: {what}; give another --out")
-    if now.keys() > known.keys():
-        write_file(path, lambda f: f.write(json.dumps(known | now, indent=1).encode()))
+    if now.keys() - known.keys():
+        write_text(path, json.dumps(known | now, indent=1))
 
 
 # ---- the code that a run was made with ----
 
 
-@cache  # of the code that this process has started with, even if it is edited meanwhile
-def code():
+def hash_of_code():
     """A hash of the source files that decide what a run computes."""
     contents = []
-    for room in ROOMS:
-        for path in sorted((ROOT / room).glob("*.py")):
-            if path.stem not in SHOWING:
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).glob("*.py")):
+            if path.stem not in NOT_COUNTED:
                 contents.append([path.name, path.read_text(encoding="utf-8")])
     return files.digest(contents)
 
 
+CODE = hash_of_code()  # now: someone may edit the files while this process runs
+
+
 def warn_of_other_code(what, code_then):
     """Says so if a file or folder was begun with code that has changed since; the run goes on."""
-    if code_then != code():
+    if code_then != CODE:
         print(f"{what} was begun with other code than the present one", file=sys.stderr)
 
 

@@ -1,5 +1,6 @@
 """What a run prints: what it will do, a row per evaluation, how it ended; a grid's table."""
 
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import jax
 from runtime import memory
 from runtime.flags import flag_of
 
-COLUMNS = {  # of the table: {number of a log row: (width of its column, format)}
+COLUMNS = {  # of the table: {name in a log row: (width of its column, format)}
     "step": (5, "d"),
     "tokens": (13, ",d"),
     "train_loss": (11, ".4f"),
@@ -42,15 +43,15 @@ def table_row(row):
 # ---- before and after a run ----------------------------------------------------------------------
 
 
-def opening(run, forms, memory_needed, text, whole_text, begun):
+def print_opening(run, kernels, memory_needed, text, tokens_in_text, begun):
     """Prints what a run is about to do.
 
-    In words: forms, whether kernels run; text, what its text has; begun, what an earlier command
-    has done of the run. memory_needed: MiB of a device that an inner batch needs; None if that
-    is not known. whole_text: tokens of training windows; None if not all are tokenized yet.
+    kernels, text, begun: in words, which kernels run, what the text has, and what an earlier
+    command has done of the run. memory_needed: MiB of a device that an inner batch needs; None if
+    that is not known. tokens_in_text: those of all windows; None if not all are tokenized yet.
     """
     config, context = run.config, run.network.context
-    devices = describe_devices(run, forms)
+    devices = describe_devices(run, kernels)
     method = run.method.title
     print(f"{method} on {config.model}: {run.parameters:,} parameters, {devices}")
     print(f"text {config.data}, {text}")
@@ -60,8 +61,8 @@ def opening(run, forms, memory_needed, text, whole_text, begun):
     if memory_needed is not None:
         print(describe_memory(run, memory_needed))
     if run.needs_length:
-        longer = "a longer run is another one, as its learning rate would be another"
-        print(f"{longer}: {run.needs_length}")
+        other = "another number of steps is another run, as the learning rate depends on it"
+        print(f"{other}: {run.needs_length}")
     for line in changes(run):
         print(line)
     if run.warmup_batches:
@@ -69,7 +70,7 @@ def opening(run, forms, memory_needed, text, whole_text, begun):
         steps = f"{run.warmup_batches} steps of AdamW"
         print(f"warm-up: {tokens:,} tokens, {steps}, made once and kept in data/ for other runs")
 
-    print(describe_reading(run, whole_text))
+    print(describe_reading(run, tokens_in_text))
     given = []
     for name, value in run.given.items():
         if name not in IN_FIRST_LINE:
@@ -102,11 +103,15 @@ def goal(run):
     return f"to {run.config.steps}"
 
 
-# Why a flag has another value than was given. Those that are not here were changed by other flags.
+# Why a flag has another value than was given.
 REASONS = {
     "batch": "a batch is cut into whole inner batches, of {inner_tokens:,} tokens each",
     "warmup_tokens": "a warm-up reads whole inner batches, of {inner_tokens:,} tokens each",
     "tokens": "--steps says how long the run is",
+    "tokenizer": "the digest of its file is part of it",
+    "vocab_size": "the tokenizer has so many ids",
+    "line_search": "--alphas has the step sizes",
+    "inner_warmup": "only --schedule 'constant+inner cosine' has one",
 }
 
 
@@ -129,8 +134,8 @@ def readable(value):
     return f"{value:,}" if is_number else str(value)
 
 
-def describe_reading(run, whole_text):
-    """How much a run will read; whole_text: tokens of all windows, None if that is not known."""
+def describe_reading(run, tokens_in_text):
+    """How much a run will read; tokens_in_text: as `print_opening` takes it."""
     fresh = run.settings.fresh_batches * run.inner_tokens  # per outer step, for the line search
     is_race = getattr(run.settings, "race", False)  # a method of your own may have no such flag
     may_stop_early = fresh > 0 and is_race
@@ -141,17 +146,17 @@ def describe_reading(run, whole_text):
     tokens = run.total_batches * run.inner_tokens
     line_search = run.config.steps * fresh
     read = f"it will read {at_most}{tokens:,} tokens, {line_search:,} of them for line search"
-    if whole_text is None:
+    if tokens_in_text is None:
         return read
-    times = tokens / whole_text
+    times = tokens / tokens_in_text
     share = f"{times:.1f} times the text" if times > 1 else f"{times:.2%} of the text"
     return f"{read}: {share}"
 
 
-def describe_devices(run, forms):
+def describe_devices(run, kernels):
     """The type of numbers, the devices, how many of these are idle, and whether kernels run."""
     kind = jax.devices()[0].device_kind
-    devices = f"{run.network.dtype} on {run.mesh.size} x {kind}, {forms}"
+    devices = f"{run.network.dtype} on {run.mesh.size} x {kind}, {kernels}"
     idle = jax.device_count() - run.mesh.size
     if idle:
         reason = f"they do not divide an inner batch of {run.config.inner_batch} sequences"
@@ -177,7 +182,7 @@ def time_left(seconds):
     return f"about {rest} s to go"
 
 
-def summary(run, rows):
+def print_summary(run, rows):
     """Prints how the run ended."""
     last = rows[-1]
     seconds = sum(row.get("seconds") or 0 for row in rows)
@@ -189,7 +194,7 @@ def summary(run, rows):
     print(f"{tokens}; {seconds:.0f} s, evaluation not included")
     if refused:
         advice = f"try {smaller_steps(run)}, or a longer warm-up (--warmup-tokens)"
-        print(f"{refused} steps were refused, as no step size lowered the loss: {advice}")
+        print(f"refused steps, where no step size lowered the loss: {refused}; {advice}")
     target = run.config.target_loss
     if target and last["val_loss"] > target:
         print(f"target loss {target} not reached")
@@ -198,16 +203,16 @@ def summary(run, rows):
         print(f"target loss {target} reached after {steps}")  # Section 6.1.1
 
 
-def next_commands(folder, runs):
-    """Prints what can be done now: with the run in a folder, and with runs, by their pattern."""
+def print_next_commands(folder, runs):
+    """Prints what can be done now: with the run in a folder, and with runs, as a shell has them."""
     print(f"figures:  python plot.py {runs}")
-    print(f'a sample: python sample.py --out {folder} "Once upon a time"')
+    print(f'a sample: python sample.py --out {shlex.quote(folder)} "Once upon a time"')
 
 
 # ---- the table of a grid -------------------------------------------------------------------------
 
 
-def grid(runs, results):
+def print_grid(runs, results):
     """Prints the runs of a grid, the best first: see `rank`.
 
     results: of each run, the rows of its log, or a word that says why it has none. The flags that
@@ -239,7 +244,7 @@ def grid(runs, results):
     print()
     if not all(isinstance(result, str) for result in results):
         best = lines[0]["folder"]
-        next_commands(best, f"{Path(best).parent}/*")
+        print_next_commands(best, f"{shlex.quote(str(Path(best).parent))}/*")
 
 
 def rank(run, result):

@@ -5,6 +5,7 @@ here by name; what layerwise_gn.py computes is compared with that, at twelve lay
 """
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -214,6 +215,12 @@ def test_bad_objective_is_refused():
     config_of(TOY).check()
     with pytest.raises(ValueError, match="objective is 'cubic'; valid: quadratic, exact"):
         config_of(TOY, objective="cubic").check()
+
+
+def test_a_network_of_ones_own_is_refused():
+    """As its layers are not known."""
+    with pytest.raises(ValueError, match="knows the layers of model.py only"):
+        config_of(TOY, model=SimpleNamespace()).check()
 
 
 # ---- what it costs -------------------------------------------------------------------------------

@@ -108,6 +108,18 @@ def test_a_later_file_that_has_changed_is_said(eight_files, capsys):
     assert_same(everything("r"), before)
 
 
+def test_damaged_hashes_of_the_text_are_one_line(eight_files, capsys):
+    assert train_on_files("r", 3) == 0
+    for damaged in ('{"0": "ab', "[1]"):
+        Path("r/text.json").write_text(damaged)
+        before = everything("r")
+        capsys.readouterr()
+        assert train_on_files("r", 4) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.startswith("train.py: r/text.json cannot be read: ")
+        assert_same(everything("r"), before)
+
+
 def test_a_bad_file_in_the_middle_of_a_run_is_said_and_the_run_goes_on_when_it_is_mended(
     eight_files, capsys
 ):

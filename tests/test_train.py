@@ -195,7 +195,7 @@ def test_the_opening_lines_say_what_will_be_done(here, capsys):
         "3 outer steps of 192 tokens: 3 inner batches of 4 x 16 (sequences, positions)"
     )
     assert lines[3] == (
-        "a longer run is another one, as its learning rate would be another: "
+        "another number of steps is another run, as the learning rate depends on it: "
         "--schedule global cosine"
     )
     assert lines[4].startswith("--batch 200 became 192, as a batch is cut into whole inner batches")
@@ -288,11 +288,11 @@ def test_a_signal_while_a_warm_up_waits_for_text_saves_it(here, capsys, monkeypa
 
 
 def test_the_commands_that_a_run_ends_with_are_valid(here, capsys):
-    """plot.py and sample.py, as printed by a run and by a grid."""
-    for line in (["--out", "r"], ["--lr", "0.01,0.02"]):
+    """plot.py and sample.py, as printed by a run and by a grid; also where a folder has a blank."""
+    for line in (["--out", "my run"], ["--lr", "0.01,0.02"]):
         assert run("--method", "muon", *line) == 0
         *_, figures, sampled = capsys.readouterr().out.splitlines()
-        runs = figures.removeprefix("figures:  python plot.py ")
+        (runs,) = shlex.split(figures.removeprefix("figures:  python plot.py "))
         assert plot.main([str(path) for path in Path().glob(runs)]) == 0
         assert sample.main(shlex.split(sampled.removeprefix("a sample: python sample.py "))) == 0
         capsys.readouterr()
@@ -538,7 +538,8 @@ def test_refused_steps_are_counted_between_evaluations_too(here, capsys, every):
         run("--method", "gn", "--out", "r", "--steps", "8", "--lr", "3", "--eval-every", every) == 0
     )
     refused = sum(row["refused"] or 0 for row in rows("r"))
-    assert f"{refused} steps were refused" in capsys.readouterr().out and refused > 1
+    said = f"refused steps, where no step size lowered the loss: {refused}; try a smaller --lr"
+    assert said in capsys.readouterr().out and refused > 1
     if every == "1":
         assert refused == sum(row["alpha"] == 0 for row in rows("r"))
 
@@ -587,7 +588,7 @@ def test_flags_that_came_out_with_another_value_are_said(here, capsys):
     assert [line for line in out.splitlines() if ", as " in line] == [
         "--tokens 9,000 has no effect, as --steps says how long the run is",
         "--warmup-tokens 130 became 128, as a warm-up reads whole inner batches, of 64 tokens each",
-        "--vocab-size 0 became 256, as other flags decide",
+        "--vocab-size 0 became 256, as the tokenizer has so many ids",
     ]
 
 

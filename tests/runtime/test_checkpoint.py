@@ -441,6 +441,22 @@ def test_a_save_that_reads_back_wrong_leaves_the_one_before(here, capsys, monkey
     assert not list(Path("r").glob("*draft*"))
 
 
+def test_a_draft_that_was_cut_short_is_damaged(tmp_path):
+    """An interrupted copy is no zip file at all, as the table of its parts is at its end."""
+    checkpoint.save(tmp_path / "a.npz", {"x": jnp.arange(1000)})
+    content = (tmp_path / "a.npz").read_bytes()
+    assert not checkpoint.is_damaged(tmp_path / "a.npz")
+    (tmp_path / "a.npz").write_bytes(content[:-30])
+    assert checkpoint.is_damaged(tmp_path / "a.npz")
+
+
+def test_numbers_that_a_checkpoint_cannot_hold_are_refused_when_they_are_saved(tmp_path):
+    """As a state of a method of one's own may have them."""
+    with pytest.raises(TypeError, match="'x'.* is bfloat16, which .npz cannot hold"):
+        checkpoint.save(tmp_path / "a.npz", {"x": jnp.zeros(2, jnp.bfloat16)})
+    assert not list(tmp_path.iterdir())
+
+
 @contextmanager
 def full_disk(size):
     """Within it, a write beyond the first `size` bytes of a file fails, as on a full disk."""
@@ -576,11 +592,11 @@ def test_a_run_and_a_warm_up_resume_when_the_code_has_changed(here, monkeypatch,
     assert run("--method", "muon", "--warmup-tokens", "512", "--out", "whole") == 0
     (warm_up,) = Path("data").glob("warmup-*.npz")
     warm_up.unlink()
-    original = checkpoint.code
+    original = checkpoint.CODE
     with monkeypatch.context() as patch, signal_at(3):
-        patch.setattr(checkpoint, "code", lambda: "0" * 64)
+        patch.setattr(checkpoint, "CODE", "0" * 64)
         assert run("--method", "muon", "--warmup-tokens", "512") == 143
-    assert checkpoint.code is original
+    assert checkpoint.CODE == original == checkpoint.hash_of_code()
     capsys.readouterr()
     with signal_at(-1) as after:
         assert run("--method", "muon", "--warmup-tokens", "512") == 0
@@ -715,7 +731,7 @@ def test_a_length_that_the_learning_rate_depends_on_is_part_of_the_run(here, cap
         out = flag[2:]
         line = [*MUON, flag, value, "--out", out]
         assert run(*line, "--steps", "2") == 0
-        assert f"as its learning rate would be another: {flag} {value}\n" in capsys.readouterr().out
+        assert f"as the learning rate depends on it: {flag} {value}\n" in capsys.readouterr().out
         assert run(*line, "--steps", "3") == 2
         err = capsys.readouterr().err
         reason = f"(steps 2 -> 3, on which the learning rate depends: {flag} {value})"
@@ -771,20 +787,19 @@ def test_a_run_does_not_go_on_with_another_text(here, capsys):
 
 
 def test_the_hash_of_the_code_is_of_what_the_files_say(tmp_path, monkeypatch):
-    """In every room, but for the files that only show."""
+    """In every folder, but for the files that only show."""
     monkeypatch.setattr(checkpoint, "ROOT", tmp_path)
     (tmp_path / "runtime").mkdir()
     for name in ("gn", "plot", "runtime/flags", "runtime/report"):
         (tmp_path / f"{name}.py").write_text("1")
-    code = checkpoint.code.__wrapped__  # without its cache
-    hashes = [code()]
+    hashes = [checkpoint.hash_of_code()]
     for name in ("gn", "runtime/flags"):
         (tmp_path / f"{name}.py").write_text("2")
-        hashes.append(code())
+        hashes.append(checkpoint.hash_of_code())
     assert len(set(hashes)) == 3
     for name in ("plot", "runtime/report"):
         (tmp_path / f"{name}.py").write_text("2")
-        assert code() == hashes[-1]
+        assert checkpoint.hash_of_code() == hashes[-1]
 
 
 def test_another_run_in_the_folder_is_refused_by_name(here, capsys):
