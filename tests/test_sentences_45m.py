@@ -16,6 +16,7 @@ import pages
 
 SEEDS = [1, 2, 3]
 PLAIN = {"method": "gn", "average": 0.0}  # full Gauss-Newton, whose line search goes to θ
+IN_LOOPS = "constant+inner cosine"
 
 
 def test_it_takes_so_many_steps_at_45m_to_the_target():
@@ -65,7 +66,7 @@ def test_a_line_search_to_the_mean_does_as_is_said_at_45m():
     steps = [run["rows"][-1]["step"] for run in mean]
     assert steps == [run["rows"][-1]["step"] for run in plain] == [10, 10, 11]
     (words,) = words_of("RESULTS.md")
-    assert "full Gauss-Newton needs 10, 10 and 11 steps at the three seeds, as it does" in words
+    assert "Full Gauss-Newton needs 10, 10 and 11 at the three seeds, as it does without." in words
     lower = []
     for one, other in zip(plain, mean, strict=True):
         assert one["config"]["seed"] == other["config"]["seed"]
@@ -119,6 +120,25 @@ def test_the_settings_at_45m_do_as_is_said():
     assert f"{numbers} of the layerwise form." in words
 
 
+def test_planned_lengths_and_warm_ups_at_45m_do_as_is_said():
+    (words,) = words_of("RESULTS.md")
+    grids = "results/45m-grids.jsonl"
+    ten = the_run_of(grids, **PLAIN, steps=10)["rows"][-1]
+    assert f"Planned for 10 steps, full Gauss-Newton ends at {ten['val_loss']:.3f};" in words
+    nine, twelve = (
+        the_run_of(grids, method="gn_prox", lr=0.01, average=0.99, steps=steps)["rows"][-1]["step"]
+        for steps in (9, 12)
+    )
+    assert f"planned for 9 needs {nine} steps, and planned for 12 it needs {twelve}." in words
+    file = "results/45m.jsonl"
+    after = [run["rows"][5]["val_loss"] for run in runs_of(file, method="soap")]
+    assert f"SOAP has come to {extremes(after)} only" in words
+    muon = the_run_of(file, method="muon")
+    assert muon["rows"][6]["val_loss"] > muon["rows"][0]["val_loss"]
+    seconds, joules = sum_of_steps(muon, "seconds"), sum_of_steps(muon, "joules")
+    assert f"and Muon {seconds:.0f} s and {joules / 1000:.0f} kJ (one seed)." in words
+
+
 def test_the_layerwise_form_at_45m_does_as_is_said():
     """Three settings with seed 0, beside full Gauss-Newton with a mean if it has one."""
     file = "results/45m-grids.jsonl"
@@ -134,7 +154,7 @@ def test_the_layerwise_form_at_45m_does_as_is_said():
         ends.append(f"{layerwise[-1]['val_loss']:.3f}")
     (words,) = words_of("RESULTS.md")
     assert f"these runs end at {ends[0]}, {ends[1]} and {ends[2]}." in words
-    assert "for the first seven steps" in words
+    assert "For the first seven steps, each is ahead" in words
 
 
 def test_the_inner_loops_at_45m_go_as_far_as_is_said():
@@ -170,22 +190,28 @@ def test_the_first_inner_loop_at_45m_lowers_the_quadratic_as_is_said():
 
     setting = {"method": "gn", "lr": 0.01, "schedule": "global cosine"}
     means = first_means("45m", **setting) + first_means("45m-grids", **setting)
-    assert f"Its mean over the first loop is {extremes(means)} in all runs with this" in words
+    assert f"have a mean of L2 over the first loop of {extremes(means)}, above" in words
     starts = [run["rows"][0]["val_loss"] for run in runs_of("results/45m.jsonl")]
-    assert f"where the loss at the start is {extremes(starts)}." in words
-    (of_six,) = first_means("45m-grids", method="gn", lr=0.006)
-    (of_three,) = first_means("45m-grids", method="gn", lr=0.003)
-    assert f"With 0.006 it is {of_six:.2f}, and with 0.003" in words
-    assert f"`constant+inner cosine` {of_three:.2f}." in words
+    assert f"above the loss at the start, which is {extremes(starts)}." in words
+    falls = the_run_of("results/45m-grids.jsonl", method="gn", lr=0.01, schedule=IN_LOOPS)["rows"]
+    mean, loss = f"{falls[1]['inner_loss']:.2f}", f"{falls[1]['loss_at_1']:.0f}"
+    assert f"`constant+inner cosine` it is {mean}, and L at θ is {loss} in place of 20 to" in words
+    assert "Yet that run needs 13 steps." in words and falls[-1]["step"] == 13
 
-    small = {"method": "gn", "lr": 0.003, "b2": 0.999}
-    starts = [run["rows"][0]["val_loss"] for run in runs_of("results/5m-12m.jsonl", **small)]
-    of_5m = f"it is {extremes(first_means('5m-12m', **small))}, and the loss at the start"
-    assert f"and the learning rate is 0.003, {of_5m} {extremes(starts)}." in words
+    short = the_run_of("results/45m-grids.jsonl", method="gn", lr=0.003)
+    long = the_run_of("results/45m-12m-grids.jsonl", method="gn", lr=0.003)
+    steps = [run["config"]["batch"] // (32 * 1024) for run in (long, short)]
+    assert f"a loop has {steps[0]} inner steps in place of {steps[1]}." in words
+    first = [run["rows"][1] for run in (long, short)]
+    means = [f"{row['inner_loss']:.2f}" for row in first]
+    losses = [f"{row['loss_at_1']:.1f}" for row in first]
+    said = f"L2 over the first loop is {means[0]} in place of {means[1]}, and L at θ is"
+    assert f"{said} {losses[0]} in place of {losses[1]}. That run needs 8 steps." in words
+    assert long["rows"][-1]["step"] == 8
     prox = first_means("45m", method="gn_prox") + first_means(
         "45m-grids", method="gn_prox", lr=0.01
     )
-    assert f"does not lower L1 either ({extremes(prox)} on average)" in words
+    assert f"its first loop does not lower L1 either ({extremes(prox)} on average)" in words
 
 
 def stand_ins_of(lr):
@@ -209,45 +235,60 @@ def test_the_stand_ins_are_as_wrong_at_45m_as_is_said():
     rows = stand_ins_of(0.01)
     columns = {
         "L before it": "loss_at_0",
-        "L2 at its end": "quadratic_at_1",
-        "L1 at its end": "linearized_at_1",
-        "L at its end": "true_at_1",
+        "L2 half the way": "quadratic_at_0.5",
+        "L1 half the way": "linearized_at_0.5",
+        "L2 at θ": "quadratic_at_1",
+        "L1 at θ": "linearized_at_1",
+        "L at θ": "true_at_1",
     }
     for name, column in columns.items():
         assert f"| {name} | {' | '.join(f'{row[column]:.2f}' for row in rows)} |" in text
-    expansion, network = errors_of(rows)
-    assert f"In the first five loops, L1 - L2 is {range_of(expansion[:5])} nats." in words
-    said = f"is {network[:5].min():.1f} to {network[:5].max():.1f}."
-    assert f"L - L1, the error of the linearized network, {said}" in words
     is_above = [row["quadratic_at_1"] > row["loss_at_0"] for row in rows]
-    assert is_above == 6 * [True] + 4 * [False]  # "each of the first six"
+    assert is_above == 6 * [True] + 4 * [False]  # "the first six loops overshoot"
+    gains = [row["loss_at_0"] - row["quadratic_at_0.5"] for row in rows]
+    assert f"Half the way to θ, L2 is {extremes(gains[:6])} below L before the loop" in words
+    expansion, network = errors_of(rows)
+    half, _ = errors_of(rows, "0.5")
+    half = f"{half[:5].min():.1f} to {half[:5].max():.1f}"
+    said = f"L1 - L2 is {range_of(expansion[:5])} nats at θ, and {half} half the way."
+    assert f"In the first five loops, {said}" in words
+    said = f"is {network[:5].min():.1f} to {network[:5].max():.1f}."
+    assert f"At θ, L - L1 {said}" in words
+    first = [f"{row['inner_loss_first']:.0f}" for row in rows[1:4]]
+    said = f"is {first[0]}, {first[1]} and {first[2]} in loops 2 to 4."
+    assert f"L2 on its first inner batch {said}" in words
 
     rows = stand_ins_of(0.003)
     expansion, network = errors_of(rows)
-    said = f"is {extremes(expansion)} nats at the end of a loop, and L - L1 at most"
-    assert f"L1 - L2 {said} {np.abs(network).max():.2f}." in words
+    assert f"At θ, L1 - L2 is {extremes(expansion)}, and L is above L before" in words
+    assert all(row["true_at_1"] > row["loss_at_0"] for row in rows) and len(rows) == 14
     half = np.abs(errors_of(rows, "0.5")).max()
-    assert (
-        f"Half the way there, where the line search mostly goes, each is at most {half:.2f}."
-        in words
-    )
+    said = f"where the line search mostly goes: each error is at most {half:.2f} nats."
+    assert f"both stand-ins are good half the way, {said}" in words
     alphas = [round(row["alpha"], 2) for row in rows]
     assert alphas == 9 * [0.5] + 5 * [0.35] and rows[-1]["val_loss"] > 4.1
-    gains = [row["loss_at_0"] - row["quadratic_at_1"] for row in rows]
-    later = f"at its end is at most {max(gains[3:]):.2f} below L before it."
-    assert f"lowers L2 by much, by {gains[0]:.2f}; from the fourth on, L2 {later}" in words
+    first, *later = [row["loss_at_0"] - row["quadratic_at_0.5"] for row in rows]
+    said = f"{first:.2f} below L before it in the first loop, and {extremes(later)} in later"
+    assert f"But L2 half the way is only {said} ones." in words
 
 
 def test_the_runs_at_45m_with_12m_tokens_do_as_is_said():
     """With seed 0, and at three new ones."""
     grids, file = "results/45m-12m-grids.jsonl", "results/45m-12m.jsonl"
     words, readme = words_of("RESULTS.md", "README.md")
-    assert "batches of 12m tokens, Gauss-Newton needs 8 and prox-linear 4." in readme
+    assert "batches of 12m tokens they need 8, 4 and 31 (SOAP with one seed)." in readme
     assert steps_by_seed(file, SEEDS, 4.1, method="gn") == [8, 8, 8]
     assert steps_by_seed(file, SEEDS, 4.1, method="gn_prox") == [4, 4, 4]
     assert steps_by_seed(grids, [0, 0], 4.1, method="gn_prox") == [4, 4]
-    in_loops = {"method": "gn", "schedule": "constant+inner cosine"}
+    in_loops = {"method": "gn", "schedule": IN_LOOPS}
     assert steps_by_seed(grids, [0, 0, 0], 4.1, **in_loops) == [8, 8, 8]
+    ends = []
+    for average in (0.0, 0.99):
+        run = the_run_of(grids, **in_loops, lr=0.006, average=average)
+        ends.append(run["rows"][-1]["val_loss"])
+    assert f"without the mean, and ends {ends[0] - ends[1]:.4f} higher." in words
+    read = np.mean([run["rows"][-1]["tokens"] for run in runs_of(file, method="gn")])
+    assert f"and after {read / 45_363_712:.1f} at 12m" in words
     numbers = [len(runs_of(grids, method=method)) for method in ("gn", "gn_prox", "soap")]
     said = f"{numbers[0]} of full Gauss-Newton were tried, {numbers[1]} of prox-linear, and"
     assert f"{said} {numbers[2]} of SOAP, the one that is best at 4m." in words
@@ -257,6 +298,9 @@ def test_the_runs_at_45m_with_12m_tokens_do_as_is_said():
     times = [f"{steps / 8:.1f}", f"{steps / 4:.1f}"]
     said = f"SOAP needs {steps} steps**, {times[0]} times as many as full Gauss-Newton, and"
     assert f"{said} {times[1]} times as many as prox-linear." in words
+    assert f"full Gauss-Newton {10 / 8:.2f} to {11 / 8:.1f} times" in words
+    assert f"saves prox-linear {7 / 4:.2f} to {8 / 4:.0f} times the steps" in words
+    assert f"and SOAP {35 / steps:.1f} times; the ratios" in words
     assert f"| 3.3 to 3.5 | {times[0]}, one seed |" in words
     assert f"| 4.5 to 5.0 | {times[1]}, one seed |" in words
     costs = {}
@@ -268,7 +312,7 @@ def test_the_runs_at_45m_with_12m_tokens_do_as_is_said():
     seconds, kilojoules = sum_of_steps(soap, "seconds"), sum_of_steps(soap, "joules") / 1000
     costs["soap"] = f"{seconds:.0f} s and {kilojoules:.0f} kJ"
     said = f"full Gauss-Newton {costs['gn']}, prox-linear {costs['gn_prox']}"
-    assert f"take more time: {said}, SOAP {costs['soap']}." in words
+    assert f"take more time with it: {said}, SOAP {costs['soap']}." in words
     read = soap["rows"][-1]["tokens"]
     assert f"SOAP reads {read / 1e6:.0f}m tokens, which is the whole text twice." in words
     assert 2 * 184e6 < read < 3 * 184e6
@@ -302,7 +346,7 @@ def test_a_run_at_45m_takes_as_much_time_and_energy_as_is_said():
         of_a_step[method] = np.median([row["seconds"] for run in runs for row in run["rows"][2:]])
     (words,) = words_of("RESULTS.md")
     of_gn = f"full Gauss-Newton takes {costs['gn']}, prox-linear {costs['gn_prox']}"
-    assert f"{of_gn}, SOAP {costs['soap']}." in words
+    assert f"{of_gn}, SOAP {costs['soap']}, and Muon" in words
     gn, prox, soap = (f"{number:.1f}" for number in of_a_step.values())
     assert f"A step takes {gn}, {prox} and {soap} s, in this order." in words
     of_both = f"{range_of(seconds['gn'])} s against {range_of(seconds['soap'])} s"
