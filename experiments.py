@@ -393,7 +393,7 @@ EXPERIMENTS["45m-grids"] = Experiment(
 {FORTY_FIVE_M_LAYERWISE} --schedule 'constant+inner cosine' --steps 14 --lr 0.006
 {FORTY_FIVE_M_SOAP} --lr 0.003,0.005,0.008
 {FORTY_FIVE_M_SOAP} --lr 0.005 --average 0.4
-{FORTY_FIVE_M_SOAP} --lr 0.005 --b2 0.9
+{FORTY_FIVE_M_SOAP} --lr 0.005 --b2 0.7
 --method soap --schedule constant --warmup-steps 2 --steps 90 --lr 0.005
 --method soap --schedule cosine --warmup-steps 5 --steps 30 --lr 0.005,0.008
 --method muon --schedule cosine --warmup-steps 5 --steps 40 --lr 0.02
