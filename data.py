@@ -70,12 +70,13 @@ def prepare(corpus, tok, context, need=float("inf"), folder="data", later=0, mak
     folder (text/documents.py). Its groups are taken in order, until their windows of `context` + 1
     have `need` tokens. Later groups are tokenized by another process while the caller reads, up to
     the token number `later`, until the caller ends that with `train.close()`. makes: whether this
-    process tokenizes; if not, it waits until another one has.
+    process has later groups made; if not, it waits until another process has made them.
 
-    What was tokenized before is not tokenized again. What was interrupted goes on where it was
-    (text/token_files.py). If two processes ask at once, one waits for the other. Raises ValueError
-    if the corpus is missing, empty or not text, or if either side is shorter than a window; then
-    only files that were finished before are kept. Raises OSError for a failure of the machine.
+    What was tokenized before, by the same path, is not tokenized again. What was interrupted goes
+    on where it was (text/token_files.py). If two processes ask at once, one waits for the other.
+    Raises ValueError if the corpus is missing, empty or not text, or if either side is shorter than
+    a window. Then nothing is left that was not there before, but for finished files of a corpus
+    that is long enough. Raises OSError for a failure of the machine.
     """
     return Corpus(*groups.make(corpus, tok, context, need, folder, later, makes))
 
@@ -88,10 +89,12 @@ def describe(meta):
 def describe_side(meta, side):
     """Its files, documents and tokens. Documents may be held out without whole files."""
     files = meta[f"{side}_files"]
-    where = amount(files, "file") if files else "of the same files"
     documents = amount(meta[f"{side}_documents"], "document")
     tokens = amount(meta[f"{side}_tokens"], "token")
-    described = f"{where}, {documents}, {tokens}"
+    if files:
+        described = f"{amount(files, 'file')}, {documents}, {tokens}"
+    else:
+        described = f"{documents} of the same files, {tokens}"
     later = meta["later_files"]
     if side == "train" and later:
         described += f" (and {amount(later, 'file')}, tokenized when needed)"
@@ -209,7 +212,7 @@ class Config:
     tokens: int = 2_000_000_000  # training tokens at least, as far as the corpus has them
     # bytes | gpt2 | t5 | the path of a .json file of the package tokenizers
     tokenizer: str = "gpt2"
-    # ids; default 256 for bytes, 32000 for gpt2 and t5, as many as a .json file has
+    # ids; default 256 for bytes, 32000 for gpt2 and t5, for a .json file all that text can have
     vocab_size: int = 0
 
     def check(self):
@@ -223,11 +226,12 @@ ABOUT = "Tokenizes a corpus before a run asks for it: python data.py CORPUS --to
 @command
 def main(words):
     """Runs the command line."""
-    words = words or ["--help"]
-    corpus = ""
-    if not words[0].startswith("-"):
-        corpus = words.pop(0)
+    corpus, *words = words or ["--help"]
+    if corpus in ("-h", "--help"):
+        words = [corpus]
     with blaming_input():
+        if corpus.startswith("-") and corpus not in words:
+            raise ValueError("the corpus comes first: python data.py CORPUS --tokens 2b")
         fields = flags.fields_of(Config)
         usage = "%(prog)s CORPUS"
         given = flags.parse(words, {"data.py": fields}, vars(Config()), ABOUT, usage=usage)

@@ -1,7 +1,8 @@
 """Prints how a trained model continues a text: `python sample.py --out RUN "text"`.
 
 The model is the last one that the run in the folder RUN has saved. Ids are drawn one after another,
-each from the model's probabilities for the next id. It sees no more than the last `context` ids.
+each from softmax(z / TEMPERATURE), where z are the logits of the next id. The model sees no more
+than the last `context` ids.
 """
 
 import sys
@@ -25,16 +26,19 @@ TEMPERATURE = 0.8  # of the softmax; below 1, likely ids become likelier
 def read(folder):
     """The network, the weights (their average if the run has one) and the tokenizer of a run.
 
-    Raises ValueError if the folder does not hold a run, or a run that has not saved its state.
+    Raises ValueError if the folder does not hold a run, or a run that has not saved its state, and
+    if the tokenizer cannot be had.
     """
     try:
         config = checkpoint.read_config(folder)["config"]
         network = read_network(config)
-        tok = tokenizer(config["tokenizer"], config["vocab_size"])
+        name = config["tokenizer"]
+        if not isinstance(name, str):
+            raise TypeError(f"its tokenizer is {name!r}")
         params = read_weights(Path(folder) / "checkpoint.npz", network)
     except files.UNREADABLE as error:
         raise ValueError(f"{folder} holds no run to sample from: {error}") from None
-    return network, params, tok
+    return network, params, tokenizer(name, network.vocab_size)
 
 
 def read_network(config):
@@ -75,7 +79,7 @@ def read_weights(path, network):
 
 @partial(jax.jit, static_argnames="network")
 def draw(network, params, window, n, key):
-    """An id drawn for the place after the first n ids of window, int32 [1, T]."""
+    """Draws the id that follows the first n of a window; window: int32 [1, T]; n: from 1 to T."""
     h = model.hidden(network, params, window)[0, n - 1]
     z = model.head(network, h, params["head"])
     return jax.random.categorical(key, z / TEMPERATURE)

@@ -192,14 +192,6 @@ def flag_of(name):
     return "--" + name.replace("_", "-")
 
 
-def exists(text):
-    """Whether there is a file or folder of this name. False if the name is too long for one."""
-    try:
-        return Path(text).exists()
-    except OSError:
-        return False
-
-
 def expand(argv):
     """The command lines of a grid, one for each combination of values between commas.
 
@@ -214,7 +206,7 @@ def expand(argv):
         else:
             name, start, text = previous, "", word
         values = text.split(",")
-        if name == "--out" or exists(text):
+        if name == "--out" or os.path.exists(text):  # false also of what cannot be a path
             values = [text]
         choices.append([start + value for value in dict.fromkeys(values)])
         previous = word

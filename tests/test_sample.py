@@ -74,6 +74,17 @@ def test_what_is_no_run_is_said(here, capsys, content):
         assert out == "" and says in err and err.count("\n") == 1 and err.startswith("sample.py: ")
 
 
+def test_a_tokenizer_that_is_gone_is_named(here, capsys):
+    """The run itself is whole."""
+    assert run("--method", "muon", "--out", "r") == 0
+    config = json.loads(Path("r/config.json").read_text())
+    config["config"]["tokenizer"] = "gone"
+    Path("r/config.json").write_text(json.dumps(config))
+    capsys.readouterr()
+    assert sample.main(["a", "--out", "r"]) == 2
+    assert capsys.readouterr().err.startswith("sample.py: tokenizer is 'gone'; valid: bytes, ")
+
+
 def test_a_run_whose_settings_are_not_of_its_arrays_is_said(here, capsys):
     assert run("--method", "muon", "--out", "r", "--steps", "1") == 0
     config = json.loads(Path("r/config.json").read_text())

@@ -9,6 +9,7 @@ how many documents were read, says where to go on. A corpus is a list of sources
     a path     a file (text/formats.py), or a folder of files (text/folders.py)
 """
 
+import os
 import sys
 import sysconfig
 import time
@@ -18,9 +19,9 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from runtime import files, flags
+from runtime import files
 from text import folders, formats
-from text.formats import READERS, reader, text, tidy
+from text.formats import READERS, one_or_none, reader, text
 
 C4_TRAIN = 1024  # files of training text in C4 (allenai/c4, en)
 C4_VALIDATION = 8  # files of validation text; one is used, 20M tokens
@@ -48,7 +49,7 @@ class Source(NamedTuple):
 def sources(corpus):
     """The sources of a corpus, in a fixed order. Raises ValueError if there are none."""
     if corpus == "stdlib":
-        paths = library(Path(sysconfig.get_path("stdlib")))
+        paths = stdlib_files(Path(sysconfig.get_path("stdlib")))
         return [source_of_files("stdlib", paths, text)]
     if corpus == "c4":
         return c4()
@@ -56,7 +57,7 @@ def sources(corpus):
 
 
 @lru_cache(maxsize=1)
-def library(root):
+def stdlib_files(root):
     """The .py files of a standard library, in order, without tests and installed packages.
 
     Raises ValueError if there are none.
@@ -78,7 +79,7 @@ def files_below(corpus):
     Files whose names, or whose folders' names, say so are held out, unless all files are such.
     """
     path = Path(corpus)
-    if not (corpus and flags.exists(corpus)):
+    if not os.path.exists(corpus):  # false also of what cannot be a path
         valid = "stdlib, c4, or the path of a file or folder that is there"
         raise ValueError(f"data is {corpus!r}; valid: {valid}")
     if path.is_dir():
@@ -163,7 +164,7 @@ def stream(name):
     file = {"train": f"en/{name}"}
     rows = datasets.load_dataset("allenai/c4", data_files=file, split="train", streaming=True)
     for row in rows:
-        yield from tidy(row["text"])
+        yield from one_or_none(row["text"])
 
 
 @lru_cache(maxsize=1)  # once it has succeeded: an error is not cached

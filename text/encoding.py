@@ -1,4 +1,4 @@
-"""Turns documents into token ids, a chunk at a time: a list of documents, see formats.py.
+"""Turns documents into token ids, a chunk of documents at a time (formats.py).
 
 A document is on one of two sides, for training or for validation; its hash decides which.
 

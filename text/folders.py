@@ -24,7 +24,7 @@ from text.formats import reader
 PACKAGES = {"__pycache__", "node_modules", "site-packages"}  # folders of other programs
 # Files of this project in its own folders. The last two are JAX's compiled programs.
 OWN = re.compile(r"lock|warmup.*\.(npz|lock)|.*\.draft|.*-cache|.*-atime")
-HELD_OUT = {"validation", "valid", "val", "test"}
+HELD_OUT_WORDS = {"validation", "valid", "val", "test"}
 SHOWN = 6  # kinds of files that are named
 
 
@@ -135,12 +135,13 @@ def has_document(path, size, time):
 def is_held_out(path):
     """Whether a file, or a folder on its path, is named validation, valid, val or test.
 
-    It is if its name, or a part of the name before a dot, ends with that word. Numbers do not
-    count. So held out are test/a.txt, my_val.jsonl and c4-validation.00000-of-00008.json.gz, but
-    not cross-validation-lectures.txt.
+    It is if its name, or a part of the name before a dot, ends with that word. Digits at its end
+    do not count, and neither do words with a digit in them, such as a hash. So held out are
+    test/a.txt, my_val.jsonl, test_mp3s.txt and c4-validation.00000-of-00008.json.gz, but not
+    cross-validation-lectures.txt.
     """
     for name in path.parts:
-        if not HELD_OUT.isdisjoint(map(last_word, name.lower().split("."))):
+        if not HELD_OUT_WORDS.isdisjoint(map(last_word, name.lower().split("."))):
             return True
     return False
 

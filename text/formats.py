@@ -23,12 +23,12 @@ from itertools import islice
 from pathlib import Path
 
 PIECE = 4096  # characters of a .txt file after which the next empty line ends a document
-LONGEST = 4 * PIECE  # characters after which the next end of a line, or of PIECE more, ends it
+LONGEST = 4 * PIECE  # after so many, the end of its line does; in a longer line, that of a PIECE
 CHUNK = 64  # documents in a list
 BLOCK = 2**18  # bytes of a file that are unzipped at a time
 AHEAD = 8  # blocks that wait to be used, so that the thread that unzips has always something to do
 UNZIPPING = ThreadPoolExecutor(1)  # the thread that unzips; it starts when first needed
-UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # byte order marks; UTF-32 begins like them
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # byte order marks; UTF-32-LE has the first
 DAMAGE = (gzip.BadGzipFile, EOFError, zlib.error)  # what a damaged .gz file raises
 
 
@@ -87,7 +87,7 @@ def text(path):
                 size += len(line)
                 between_paragraphs = size >= PIECE and not line.strip()
                 if is_cut and (between_paragraphs or size >= LONGEST):
-                    yield from tidy("".join(document))
+                    yield from one_or_none("".join(document))
                     document = []
                     size = 0
     except DAMAGE as error:
@@ -95,7 +95,7 @@ def text(path):
     except UnicodeDecodeError as error:
         where = f"{error.reason} in UTF-8 at {wrong_byte(path)}"
         raise ValueError(f"data {path}: not text: {where}") from None
-    yield from tidy("".join(document))
+    yield from one_or_none("".join(document))
 
 
 def wrong_byte(path):
@@ -135,10 +135,11 @@ class Lines:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                row = None
-            yield from document_of(row, self.path, f"line {number}")
+                row = json.loads(line.decode())
+            except (ValueError, RecursionError) as error:
+                reason = f"line {number} is no JSON object: {error}"
+                raise ValueError(f"data {self.path}: {reason}") from None
+            yield from one_or_none_of(row, self.path, f"line {number}")
 
 
 def objects(path):
@@ -169,7 +170,7 @@ def array(path):
     if not isinstance(rows, list):
         rows = [rows]
     for number, row in enumerate(rows, 1):
-        yield from document_of(row, path, f"item {number}")
+        yield from one_or_none_of(row, path, f"item {number}")
 
 
 def begins_with_object(path):
@@ -187,10 +188,10 @@ def begins_with_object(path):
     return True
 
 
-def document_of(row, path, where):
+def one_or_none_of(row, path, where):
     """A list of the document that a row holds, or of none if it is blank."""
     try:
-        return tidy(row["text"])
+        return one_or_none(row["text"])
     except (KeyError, TypeError):
         what = 'no JSON object with a string "text"'
         raise ValueError(f"data {path}: {where} is {what}") from None
@@ -236,25 +237,27 @@ def table(path):
             for batch in file.iter_batches(1000, columns=["text"]):
                 for value in batch["text"].to_pylist():
                     number += 1
-                    yield from tidy(value)
+                    yield from one_or_none(value)
     except TypeError as error:
-        reason = f"row {number}: {error}"
+        raise no_table(path, f"row {number}: {error}") from None
     except (pyarrow.ArrowException, KeyError, UnicodeDecodeError, OSError) as error:
         if getattr(error, "errno", None):
             raise  # the machine failed to read; pyarrow's own OSErrors have no number
+        where = f"after row {number}: " if number else ""
         reason = str(error).partition("\n")[0]
-        if number:
-            reason = f"after row {number}: {reason}"
-    else:
-        return
+        raise no_table(path, where + reason) from None
+
+
+def no_table(path, reason):
+    """The ValueError that says why a Parquet file cannot be read."""
     what = 'no Parquet file with a column "text" of strings'
-    raise ValueError(f"data {path}: {what}: {reason}")
+    return ValueError(f"data {path}: {what}: {reason}")
 
 
 # ---- all of them ---------------------------------------------------------------------------------
 
 
-def tidy(value):
+def one_or_none(value):
     """A list of one document, or of none if it is blank. Raises TypeError if it is no str.
 
     What UTF-8 cannot hold becomes "?", and the zero byte, which may end a document, a blank.

@@ -26,7 +26,7 @@ from runtime.command import BadInput
 from runtime.cores import available_cores
 from runtime.files import digest, locked
 from text import documents, formats, token_files
-from text.token_files import Holdout, are_finished, counts_of, ids_of, make_shards
+from text.token_files import Holdout, are_finished, ids_of, intact_counts_of, make_shards
 from text.tokenizer import tokenizer as tokenizer_of_flag
 from text.workers import Workers, begin, starting_workers
 
@@ -54,11 +54,12 @@ def make(corpus, tokenizer, context, need, folder, later, makes):
         meta = text.describe(validation)
         text.check_length(meta)
     except ValueError as error:
-        # Shards that were finished before a later file turned out to be bad are kept.
-        with locked(text.home / "lock"):
-            is_useful = any(text.home.glob("*.json")) and not isinstance(error, TooShort)
-            if not was_begun and not is_useful:
-                remove(text.home)
+        if not was_begun:
+            with locked(text.home / "lock"):
+                # Shards that were finished before a later file turned out to be bad are kept.
+                is_useful = any(text.home.glob("*.json")) and not isinstance(error, TooShort)
+                if not is_useful:
+                    remove(text.home)
         raise
     return text, ids_of(text.home, validation, "val", tokenizer.vocab_size), meta
 
@@ -94,7 +95,11 @@ def divide(sources):
 
 
 def folder_name(corpus, sources, tokenizer):
-    """A name for the folder of token files, another one wherever the ids could be others."""
+    """A name for the folder of token files.
+
+    It is another one if the files, the tokenizer, or one of the two constants in it is another. An
+    edit of the code that makes ids does not change it.
+    """
     text = [[source.name, source.stamp, source.held_out] for source in sources]
     shape = [token_files.HELD_OUT, formats.PIECE]
     key = digest([text, tokenizer.name, tokenizer.vocab_size, *shape])
@@ -154,22 +159,22 @@ class Text:
     # ---- what is made before a run ----
 
     def make_first(self, need):
-        """Makes what is needed at once, in this process: the shards that validation reads.
+        """Makes, in this process, what is needed at once. Returns the shards that validation reads.
 
-        Made are all files that are held out, and groups until `need` tokens are in windows, and a
-        window is on each side.
+        That is all files that are held out, and groups until each side has a window, and training
+        has `need` tokens in windows.
         """
         held_out = [n for n, source in enumerate(self.sources) if source.held_out]
         with Workers(self.tokenizer, available_cores()) as workers:
             self.counts |= zip(held_out, self.make_here(held_out, workers), strict=True)
             validation = held_out
             for group, shards in enumerate(self.groups):
-                has_validation = bool(held_out) or self.has_window(validation)
-                ready = has_validation and self.tokens_in_windows() > 0
-                if ready and self.tokens_in_windows() >= need:
+                validation_is_short = not held_out and not self.has_window(validation)
+                both_have_windows = not validation_is_short and self.tokens_in_windows() > 0
+                if both_have_windows and self.tokens_in_windows() >= need:
                     break
                 self.add(group, self.make_here(shards, workers))
-                if not ready and not held_out:
+                if not both_have_windows and not held_out:
                     validation = validation + shards
         return validation
 
@@ -234,7 +239,7 @@ class Text:
 
     def look_ahead(self, group):
         """Has a group made by another process, if it will be read and is not made yet."""
-        if group == len(self.groups) or group in self.arrays or not self.makes:
+        if group == len(self.groups) or group in self.arrays or not self.makes or self.closed:
             return
         shards = self.groups[group]
         is_read = self.tokens_in_windows() < self.later
@@ -244,18 +249,21 @@ class Text:
     def wait_for(self, group):
         """Waits until a group is made, by a Maker or by the process that makes groups."""
         shards = self.groups[group]
-        counts = counts_of(self.home, shards)
-        if counts is None and self.makes:
+        counts = intact_counts_of(self.home, shards)
+        if counts is None and self.makes and not self.closed:
             if group not in self.makers:
                 self.makers[group] = Maker(self, shards)
-            self.makers[group].wait()
-            counts = counts_of(self.home, shards)
+            try:
+                self.makers[group].wait()
+            finally:
+                self.makers.pop(group)  # one that has failed is not asked again
+            counts = intact_counts_of(self.home, shards)
         while counts is None:
             if self.closed:
                 raise OSError("the text was closed")
             time.sleep(PAUSE)
-            counts = counts_of(self.home, shards)
-        self.makers.pop(group, None)
+            counts = intact_counts_of(self.home, shards)
+        self.makers.pop(group, None)  # its work may have been done when it was asked for
         self.add(group, counts)
 
     def close(self):
@@ -282,7 +290,7 @@ class Maker:
         theirs.close()
 
     def wait(self):
-        """Waits until it has ended. Raises what it could not do."""
+        """Waits until the process has ended, and raises the error that it met."""
         try:
             error = self.pipe.recv()
         except EOFError:

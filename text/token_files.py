@@ -58,29 +58,30 @@ SAVE_SECONDS = 10  # from one record of progress to the next
 
 
 def make_shards(sources, numbers, home, workers, holdout, shown=False):
-    """Makes the shards of these numbers below `home`, where they are not there: a list of counts.
+    """Makes the shards of these numbers that are not there. Returns the counts of all, a list.
 
-    sources: all of the corpus; holdout: the documents that are held out; shown: whether a bar shows
-    the progress, where there is a terminal. While another process works there, it waits.
+    home: their folder; sources: all of the corpus; holdout: the documents that are held out; shown:
+    whether a bar shows the progress, where there is a terminal. While another process works there,
+    it waits.
     """
-    found = counts_of(home, numbers)
-    if found:  # there is nothing to wait for
+    found = intact_counts_of(home, numbers)
+    if found is not None:  # there is nothing to wait for
         return found
     made = []
     with locked(home / "lock"):
         for number in numbers:
             path = shard_path(home, number)
-            counts = finished(path)
+            counts = intact_counts_or_reset(path)
             if counts is None:
                 counts = write(sources[number], path, workers, holdout, shown)
-                finish(path, counts)
+                record_finished(path, counts)
             made.append(counts)
     return made
 
 
-def counts_of(home, numbers):
+def intact_counts_of(home, numbers):
     """The counts of these shards, a list; None if not all are finished and as they were written."""
-    found = [whole(shard_path(home, number)) for number in numbers]
+    found = [intact_counts(shard_path(home, number)) for number in numbers]
     return None if None in found else found
 
 
@@ -100,21 +101,24 @@ def ids_of(home, numbers, side, vocab_size):
     return Joined(paths, vocab_size)
 
 
-def finished(path):
-    """The counts of a shard, or None if it is not finished or, which is said, damaged."""
+def intact_counts_or_reset(path):
+    """The counts of a shard, or None if it is not finished or is damaged.
+
+    If it is damaged, says so, and removes its record, so that it is made again.
+    """
     done = Path(f"{path}.json")
     if not done.exists():
         return None
     # A kill may have left counts of progress. If the files are damaged, they are no longer true.
     Path(f"{path}.progress").unlink(missing_ok=True)
-    counts = whole(path)
+    counts = intact_counts(path)
     if counts is None:
         print(f"{path}: a token file is damaged; it is made again", file=sys.stderr)
         done.unlink()
     return counts
 
 
-def whole(path):
+def intact_counts(path):
     """The counts of a shard, or None if it is not finished or is damaged."""
     counts = read(Path(f"{path}.json"))
     if counts and checksums(path, checksum_once) == counts["sha256"]:
@@ -122,7 +126,7 @@ def whole(path):
     return None
 
 
-def finish(path, counts):
+def record_finished(path, counts):
     """Records that a shard is finished; adds its checksums to the counts."""
     counts["sha256"] = checksums(path)
     record(Path(f"{path}.json"), counts)
@@ -131,7 +135,7 @@ def finish(path, counts):
 
 def write(source, path, workers, holdout, shown):
     """Tokenizes a source, or the rest of it, into the files of a shard; returns their counts."""
-    counts = progress(path)
+    counts = counts_so_far(path)
     largest = ALL if source.held_out else holdout.find(workers)
     with (
         named(path),
@@ -145,7 +149,7 @@ def write(source, path, workers, holdout, shown):
             files[side].truncate(2 * counts[f"{side}_tokens"])
         unread = skip(chunks, documents_in(counts))
         saved = time.monotonic()
-        for encoded in shared(partial(encode, largest=largest), unread, source.size, workers):
+        for encoded in map_chunks(partial(encode, largest=largest), unread, source.size, workers):
             check_stopped()
             for side in SIDES:
                 files[side].write(encoded[side].ids)
@@ -160,7 +164,7 @@ def write(source, path, workers, holdout, shown):
     return counts
 
 
-def progress(path):
+def counts_so_far(path):
     """The counts of what an earlier process left of a shard; zeros if not all of it is there."""
     nothing = dict.fromkeys(COUNTS, 0)
     counts = read(Path(f"{path}.progress")) or nothing
@@ -196,7 +200,7 @@ def skip(chunks, count):
             yield chunk
 
 
-def shared(work, chunks, size, workers):
+def map_chunks(work, chunks, size, workers):
     """Yields work(tokenizer, chunk) for each chunk, in order; many processes share the work.
 
     size: bytes of the source. Where tokenizing is quick, or the text small, this process does it.
@@ -219,8 +223,8 @@ class Holdout:
     """The set of documents that are held out by their hashes.
 
     It is empty if whole sources are held out. Of a corpus below SMALL bytes it is exactly the 5%
-    with the smallest hashes, and one document at least, which takes a pass over the whole corpus.
-    Of a larger one it is the documents whose hash is below 5% of all possible hashes.
+    with the smallest hashes, one at least if there are two documents; this takes a pass over the
+    whole corpus. Of a larger one it is the documents whose hash is below 5% of all possible hashes.
     """
 
     def __init__(self, sources, largest=None):
@@ -246,7 +250,7 @@ class Holdout:
         found = set()
         for source in self.sources:
             with closing(source.chunks()) as chunks:
-                for of_chunk in shared(hashes, chunks, source.size, workers):
+                for of_chunk in map_chunks(hashes, chunks, source.size, workers):
                     found |= of_chunk
         if len(found) < 2:
             return NONE

@@ -36,7 +36,7 @@ import tiktoken
 # The group holds all that needs no look at what follows. So written, tiktoken takes less time.
 PATTERN = r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|\s+(?!\S)|\s"
 END = "<|endoftext|>"  # tiktoken's name for the id that ends a document
-PIECE = 100_000  # characters encoded at a time: GPT-2's pattern fails on a million blanks
+ENCODED_AT_ONCE = 100_000  # characters encoded at a time: GPT-2's pattern fails on a million blanks
 T5 = ("google-t5/t5-base", "tokenizer.json")  # a repository on Hugging Face, and a file of it
 ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS]", "[SEP]")  # in other files
 MOST = 2**16  # ids that fit into the 16 bits of a token file
@@ -46,8 +46,8 @@ DIGITS = 12  # of the digest of a file, which stand for its content
 class Tokenizer(NamedTuple):
     """A vocabulary, and the two functions between text and ids."""
 
-    name: str  # different where the vocabulary is, and fit for the name of a folder
-    flag: str  # the value of --tokenizer that makes it again, or fails if its file has changed
+    name: str  # with vocab_size, says which vocabulary it is; fit for the name of a folder
+    flag: str  # with vocab_size, makes it again, or fails if its file has changed
     flag_here: str  # the same for a process of this machine, which then needs no network
     vocab_size: int  # ids, V
     end_of_text: int  # the id that follows each document
@@ -93,11 +93,11 @@ def gpt2_tokenizer(vocab_size):
     """GPT-2's bytes and first merges, `vocab_size` - 1 pieces. The last id ends a document."""
     if not 257 <= vocab_size <= 50_257:
         raise ValueError(f"vocab_size is {vocab_size}; tokenizer gpt2 has 257 to 50257 ids")
-    return cut(gpt2(), vocab_size)
+    return first_pieces(gpt2(), vocab_size)
 
 
 @lru_cache(maxsize=8)  # it takes a while, and every run of a grid asks for the same one
-def cut(whole, vocab_size):
+def first_pieces(whole, vocab_size):
     """The tokenizer with the first pieces of a whole vocabulary."""
     end = vocab_size - 1
     numbered = whole._mergeable_ranks.items()
@@ -107,8 +107,8 @@ def cut(whole, vocab_size):
     )
 
     def encode(text):
-        starts = range(0, max(1, len(text)), PIECE)
-        parts = [text[start : start + PIECE] for start in starts]
+        starts = range(0, max(1, len(text)), ENCODED_AT_ONCE)
+        parts = [text[start : start + ENCODED_AT_ONCE] for start in starts]
         # Nothing is special in a text: one that contains "<|endoftext|>" does not end there.
         ids = [vocabulary.encode_to_numpy(part, disallowed_special=()) for part in parts]
         return np.concatenate(ids).astype(np.uint16)
@@ -147,7 +147,7 @@ def split_digest(flag):
 
 def file_tokenizer(source, expected, vocab_size):
     """The tokenizer of a file: source is t5 or a path, expected the digest that it must have."""
-    library(source)  # before anything is downloaded for it
+    tokenizers_package(source)  # before anything is downloaded for it
     path = t5_file() if source == "t5" else source
     if not os.path.isfile(path):
         raise ValueError(f"tokenizer {path}: there is no such file")
@@ -164,7 +164,7 @@ def digest_of(content):
     return hashlib.sha256(content).hexdigest()[:DIGITS]
 
 
-def library(source):
+def tokenizers_package(source):
     """The package `tokenizers`. Raises ValueError if it is not installed."""
     # A token file is made by many processes, so each of them needs one thread.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -223,7 +223,7 @@ def read_tokenizer(source, path, content, vocab_size):
 def parse(source, content):
     """The package's own tokenizer of a file's bytes. Raises ValueError if they are not for it."""
     try:
-        return library(source).Tokenizer.from_buffer(content)
+        return tokenizers_package(source).Tokenizer.from_buffer(content)
     except Exception as error:  # the package raises nothing more special
         reason = str(error).partition("\n")[0][:100]
         what = "it is no vocabulary that the package tokenizers can read"
@@ -286,16 +286,16 @@ def hide(spec, hidden):
 
 
 def cut_at_blanks(text):
-    """The pieces of PIECE characters at most that a text consists of.
+    """The pieces of ENCODED_AT_ONCE characters at most that a text consists of.
 
     All but the first begin with a blank, unless there is none. The package takes 400 bytes of
     memory for a character, so a text of any length must not be encoded in one piece.
     """
     pieces = []
     start = 0
-    while len(text) - start > PIECE:
-        blank = text.rfind(" ", start + 1, start + PIECE)
-        stop = blank if blank > start else start + PIECE
+    while len(text) - start > ENCODED_AT_ONCE:
+        blank = text.rfind(" ", start + 1, start + ENCODED_AT_ONCE)
+        stop = blank if blank > start else start + ENCODED_AT_ONCE
         pieces.append(text[start:stop])
         start = stop
     return [*pieces, text[start:]]

@@ -27,7 +27,7 @@ from functools import lru_cache
 
 
 class Workers:
-    """A pool of `processes` workers, which start when first needed and end with the block."""
+    """A pool of `processes` workers. They start when first needed, and end with the context."""
 
     def __init__(self, tokenizer, processes):
         self.tokenizer = tokenizer
@@ -100,7 +100,8 @@ def ctrl_c_blocked():
 
 def begin():
     """What a worker does first."""
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # NumPy reads it when it is imported: see below
+    # NumPy reads it when it is imported: here soon (see below), or in the workers of a Maker.
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 

@@ -69,7 +69,7 @@ FLAGS = {
     "settings of another program": (["--data", "other/config.json"], "line 1 is no JSON object"),
     "a file of no known kind": (["--data", "other/notes.md"], "that end in .txt, .jsonl"),
     "a folder without files": (["--data", "hollow"], "that end in .txt, .jsonl"),
-    "a line that is no JSON": (["--data", "bad.jsonl"], "line 2 is no JSON object with a string"),
+    "a line that is no JSON": (["--data", "bad.jsonl"], "line 2 is no JSON object"),
     "gzipped, and cut short": (["--data", "bad.json.gz"], "damaged after line"),
     "empty file": (["--data", "empty.txt"], "it is empty"),
     "not text": (["--data", "picture.txt"], "not text"),

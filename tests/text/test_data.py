@@ -92,7 +92,8 @@ REFUSED = {
     "no tokens": (["a.txt", "--tokens", "0"], "tokens is 0"),
     "no such file": (["nowhere"], "is there"),
     "an unknown flag": (["a.txt", "--x", "1"], "unknown"),
-    "no file": (["--tokens", "1"], "data is ''"),
+    "no file": (["--tokens", "1"], "the corpus comes first"),
+    "no name": ([""], "data is ''"),
     "a short text": (["b.txt"], "a window of context 1 + 1; give a longer text\n"),
 }
 
@@ -161,7 +162,7 @@ def test_a_corpus_is_described_by_files_documents_and_tokens_of_each_side():
     train = "to train on: 1,200 files, 1 document, 3,000,000 tokens"
     assert data.describe(meta) == f"{train}; held out: 1 file, 2 documents, 17 tokens"
     meta["val_files"] = 0
-    assert data.describe(meta) == f"{train}; held out: of the same files, 2 documents, 17 tokens"
+    assert data.describe(meta) == f"{train}; held out: 2 documents of the same files, 17 tokens"
     meta["later_files"] = 1
     later = "(and 1 file, tokenized when needed)"
     assert data.describe(meta).startswith(f"{train} {later}; held out")

@@ -32,14 +32,14 @@ def test_stdlib_is_real_text_on_every_machine():
 def test_what_a_build_wrote_is_no_source(tmp_path):
     for name in ("_sysconfigdata_x.py", "a.py", "b.pyc"):
         (tmp_path / name).touch()
-    assert [path.name for path in documents.library(tmp_path)] == ["a.py"]
+    assert [path.name for path in documents.stdlib_files(tmp_path)] == ["a.py"]
 
 
 def test_a_python_without_source_is_said(tmp_path):
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "a.py").touch()  # tests are not read
     with pytest.raises(ValueError, match="no .py files"):
-        documents.library(tmp_path)
+        documents.stdlib_files(tmp_path)
 
 
 def test_a_files_stamp_changes_with_it(tmp_path):

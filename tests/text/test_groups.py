@@ -251,9 +251,35 @@ def test_a_bad_file_is_said_when_a_run_comes_to_it(eight_files):
     Path("c", "c4-train.1.jsonl").write_text("no JSON\n" * 1000)
     corpus = data.prepare(eight_files, BYTES, 64, 0, later=10**9)
     assert texts_of(corpus.train[0]) == documents_of(2, seed=0)
-    with pytest.raises(BadInput, match="c4-train.1.jsonl: line 1 is no JSON object"):
-        corpus.train[1]
+    for _ in range(2):  # whoever asks again is told the same
+        with pytest.raises(BadInput, match="c4-train.1.jsonl: line 1 is no JSON object: "):
+            corpus.train[1]
     corpus.train.close()
+
+
+def test_nothing_is_made_of_a_text_that_was_closed(eight_files):
+    corpus = data.prepare(eight_files, BYTES, 64, 0, later=10**9)
+    corpus.train.close()
+    with pytest.raises(OSError, match="closed"):
+        corpus.train[2]
+    assert not corpus.train.makers
+
+
+def test_what_is_finished_waits_for_no_other_process(eight_files, monkeypatch):
+    """Such as one that works on a later group, in the same folder."""
+    write_text(Path("a.txt"), documents_of(200))  # no whole file of it is held out
+    for corpus in (eight_files, "a.txt"):
+        data.prepare(corpus, BYTES, 64, 0)
+
+    def locked(path):
+        raise AssertionError("it waits")
+
+    monkeypatch.setattr(token_files, "locked", locked)
+    monkeypatch.setattr(groups, "locked", locked)
+    for corpus in (eight_files, "a.txt"):
+        data.prepare(corpus, BYTES, 64, 0)
+    with pytest.raises(groups.TooShort):
+        data.prepare("a.txt", BYTES, 10**6, 0)
 
 
 def test_a_corpus_that_has_changed_while_it_was_read_is_said(eight_files):
