@@ -40,12 +40,13 @@ class Config:
     inner_steps: int  # inner batches in a batch, N; named as in gn.py
     outer_steps: int  # optimizer steps of the run
     micro_batch: int = 0  # sequences that a device computes on at once, at most; 0 = all
-    # peak learning rate, per update (Appendix H: AdamW 0.001 to 0.03, Muon and SOAP 0.01 to 0.3)
-    lr: float = 0.003
+    lr: float = 0.003  # peak learning rate, per update (Appendix H: 0.001 to 0.03 for AdamW)
     schedule: str = "cosine"  # cosine | constant, over the run (App. H; constant with --average)
-    warmup: float = 0.0  # fraction of the run in which lr rises linearly (Appendix H: 0 or 0.1)
+    # fraction of the run in which lr rises linearly (Appendix H: 0, for AdamW also 0.1)
+    warmup: float = 0.0
     warmup_steps: int = 0  # the same as a number of updates, in place of --warmup; 0 = use --warmup
-    weight_decay: float = 0.0  # decay of every matrix, times lr, per update (App. H: 0 to 0.1)
+    # decay of every matrix, times lr, per update (Appendix H: 0, for AdamW up to 0.1)
+    weight_decay: float = 0.0
     # decay τ of the weight average, per update, evaluated in place of θ (Appendix H: 0.3 to 0.99);
     # 0 = no average
     average: float = 0.0
@@ -143,10 +144,16 @@ def init(params, config):
     """State at the first step, from copies of the parameters, as `accumulate` overwrites them."""
     average = jax.tree.map(jnp.copy, params) if config.average else None
     opt = config.optimizer(0.0).init(params)
-    t, k = jnp.zeros((2,), jnp.int32)
-    loss = jnp.zeros((), params["head"].dtype)
-    grad = jax.tree.map(jnp.zeros_like, params)
-    return State(jax.tree.map(jnp.copy, params), average, opt, t, k, loss, grad)
+    t, k = jnp.zeros(2, jnp.int32)
+    return State(
+        params=jax.tree.map(jnp.copy, params),
+        average=average,
+        opt=opt,
+        t=t,
+        k=k,
+        loss=jnp.zeros((), params["head"].dtype),
+        grad=jax.tree.map(jnp.zeros_like, params),
+    )
 
 
 @on_gpu(loss_and_gradient_kernel)

@@ -448,7 +448,7 @@ EXPERIMENTS["45m-12m"] = Experiment(
 
 
 # Flags that do not count where a saved run is compared with a command. Of a text, its hash counts.
-NOT_COMPARED = (*recipe.MAY_DIFFER, "data", "save_every")
+NOT_COMPARED = (*recipe.MAY_DIFFER, "data")
 
 
 # ---- what there is to do -------------------------------------------------------------------------
@@ -592,10 +592,12 @@ def train_one(file, job):
 @contextmanager
 def stopping_after(minutes):
     """Within it, SIGTERM comes after some minutes. train.py then saves its run and stops."""
+    if not minutes:  # 0 = never
+        yield
+        return
     timer = threading.Timer(60 * minutes, os.kill, [os.getpid(), signal.SIGTERM])
     timer.daemon = True  # it does not keep the process alive
-    if minutes:  # 0 = never
-        timer.start()
+    timer.start()
     try:
         yield
     finally:

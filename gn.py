@@ -48,13 +48,6 @@ SCHEDULES = {  # factor of lr; run, inner: progress of run and inner loop after 
     "constant": lambda run, inner: 1.0,
 }
 
-INNER_OPTIMIZERS = {  # optax transformations; lr: of this inner step, c: the Config
-    "muon": lambda lr, c: optimizers.muon(
-        lr, c.momentum, c.weight_decay, c.clip, c.network.dtype, c.b2
-    ),
-    "adamw": lambda lr, c: optimizers.adamw(lr, 0.9, c.b2, c.weight_decay, c.clip),
-}
-
 
 @traced  # jax.jit takes the floats as inputs; all other fields are constants of the program
 @dataclass(frozen=True)
@@ -77,16 +70,17 @@ class Config(BaseConfig):
     weight_decay: float = 0.001  # of every matrix, times lr, per inner step (App. H: 0 or 0.001)
     damping: float = 0.0  # λ of ½ λ |δ|², added to L2 (App. H, "loss weight decay": 0 to 0.1)
     parameter_weight_decay: float = 0.0  # of every matrix, per outer step (App. H: 0 to 0.1)
-    # decay τ of a running mean of θ, per inner step; 0 = no mean. Without a line search, the mean
-    # is evaluated in place of θ (App. H: 0.9 to 0.999); with one, the search goes to the mean, and
-    # 1 / (1 - τ) should be fewer than the inner steps of an outer step
-    average: float = None  # default: 0 with a line search, 0.999 without
+    # decay τ of a running mean of θ, per inner step; 0 = no mean; default: 0 with a line search,
+    # 0.999 without. Without a line search, the mean is evaluated in place of θ (App. H: 0.9 to
+    # 0.999); with one, the search goes to the mean, and 1 / (1 - τ) should be fewer than the inner
+    # steps of an outer step
+    average: float = None
     # largest gradient norm: with Muon, of embedding and head, and of all else; 0 = no limit
     clip: float = 1.0
 
     def __post_init__(self):
         super().__post_init__()
-        if self.average is None:
+        if self.average is None:  # `replace` keeps what it becomes here, also for another search
             object.__setattr__(self, "average", 0.0 if self.line_search else 0.999)
         # JAX also makes copies of a Config, with tracers for floats. There, this is done already.
         is_number = isinstance(self.inner_warmup, int | float)
@@ -110,12 +104,15 @@ class Config(BaseConfig):
 
     def optimizer(self, lr):
         """The inner optimizer, an optax transformation; lr: of this inner step."""
-        return INNER_OPTIMIZERS[self.inner](lr, self)
+        if self.inner == "adamw":
+            return optimizers.adamw(lr, 0.9, self.b2, self.weight_decay, self.clip)
+        dtype = self.network.dtype
+        return optimizers.muon(lr, self.momentum, self.weight_decay, self.clip, dtype, self.b2)
 
     def check(self):
         super().check()
         check_choice(self, "schedule", SCHEDULES)
-        check_choice(self, "inner", INNER_OPTIMIZERS)
+        check_choice(self, "inner", ("muon", "adamw"))
         check_range(self, ["lr"], above=0)
         check_range(self, ["weight_decay", "damping", "clip"], least=0)
         check_range(self, ["inner_epochs"], least=1, most=1000)
@@ -144,11 +141,21 @@ def init(params, config):
     mean = jax.tree.map(jnp.copy, params) if config.average else None
     average, theta_mean = (None, mean) if config.line_search else (mean, None)
     opt = config.optimizer(0.0).init(params)  # the same for any lr
-    t, searched, k = jnp.zeros(3, jnp.int32)
+    t, searched, k = jnp.zeros(3, jnp.int32)  # arrays of their own, as each is overwritten
     dtype = jax.tree.leaves(params)[0].dtype
     losses, inner_losses = jnp.zeros((2, config.loop_steps), dtype)
-    params = jax.tree.map(jnp.copy, params)
-    return State(params, theta, average, theta_mean, opt, t, searched, k, losses, inner_losses)
+    return State(
+        params=jax.tree.map(jnp.copy, params),
+        theta=theta,
+        average=average,
+        theta_mean=theta_mean,
+        opt=opt,
+        t=t,
+        searched=searched,
+        k=k,
+        losses=losses,
+        inner_losses=inner_losses,
+    )
 
 
 @on_gpu(quadratic_kernel)
@@ -263,8 +270,8 @@ def move(state, alpha, config):
 
     The next inner loop starts from θ, not from θ_{t+1} (Section 5.1): the inner optimizer goes on
     from the point that it has come to, with its momentum there. α only decides where the network is
-    linearized next. The mean of θ goes on, too. With config.restart, and after a refused step, the
-    loop starts from θ_{t+1}, with a new optimizer state and a new mean.
+    linearized next. The means of θ go on, too. With config.restart, and after a refused step, the
+    loop starts from θ_{t+1}, with a new optimizer state and a new theta_mean.
     """
     params = between(state.params, destination(state), alpha)
     going_on = state._replace(
@@ -283,7 +290,7 @@ def move(state, alpha, config):
     restart = refused | config.restart
     after = jax.tree.map(partial(jnp.where, restart), begun_anew, going_on)
 
-    # θ and its mean, too: else moving to them would undo the decay.
+    # θ and theta_mean, too: else moving to them would undo the decay.
     keep = jnp.where(refused, 1, 1 - config.parameter_weight_decay)
     return after._replace(
         params=optimizers.scale_matrices(after.params, keep),
@@ -296,9 +303,10 @@ def update(state, batches, fresh, config, watch=lambda state: None, value_and_gr
     """One outer step of Algorithm 1: minimize L2 over a batch, search along the step, move.
 
     batches(k), k < inner_steps: inner batches, int32 [B, T+1]; fresh(k), k < fresh_batches: those
-    of the line search; watch(state): called after each inner step; value_and_grad: of this file or
-    another method. Returns the next State, and metrics, losses in nats per token:
-        train_loss, inner_loss: ℓ at θ_t and L2 at θ, means over all inner steps
+    of the line search; watch(state): called after each inner step, with a state that the next one
+    deletes; value_and_grad: of this file or another method. Returns the next State, and metrics,
+    losses in nats per token:
+        train_loss, inner_loss: ℓ at θ_t, and L2 with damping at θ; means over all inner steps
         inner_loss_first, inner_loss_last: L2 at the first and the last inner step
         lr: of the first inner step
         norm_matrices, ..: ‖destination - θ_t‖ of each group of optimizers.py

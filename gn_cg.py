@@ -54,7 +54,7 @@ class State(NamedTuple):
     average: None  # there is no weight average
     t: jax.Array  # outer steps done
     searched: jax.Array  # inner batches that their line searches have read
-    k: jax.Array  # inner batches that were read for δ, each as often as it was: 0 before the solve
+    k: jax.Array  # 0 before the solve; after it, how many inner batches it may have read at most
     loss: jax.Array  # the loss at θ_t
     inner_loss: jax.Array  # the quadratic model at θ_t + δ, damping included
 
@@ -64,8 +64,16 @@ def init(params, config):
     theta = jax.tree.map(jnp.copy, params)
     t, searched, k = jnp.zeros(3, jnp.int32)
     loss, inner_loss = jnp.zeros(2, jax.tree.leaves(params)[0].dtype)
-    params = jax.tree.map(jnp.copy, params)
-    return State(params, theta, None, t, searched, k, loss, inner_loss)
+    return State(
+        params=jax.tree.map(jnp.copy, params),
+        theta=theta,
+        average=None,
+        t=t,
+        searched=searched,
+        k=k,
+        loss=loss,
+        inner_loss=inner_loss,
+    )
 
 
 def curvature(z, v, y, loss=model.cross_entropy):
@@ -129,7 +137,7 @@ def conjugate_gradients(product, b, steps):
 
     product: x -> A x. Each step goes to the minimum of ½ x·Ax - b·x along a direction p. This is
     the downhill direction r = b - A x, changed so that p·A p' = 0 for every earlier direction p':
-    so no step undoes what another has done (Hestenes and Stiefel, 1952). It ends after so many
+    so no step undoes what another has done (Hestenes and Stiefel, 1952). It ends after `steps`
     steps, or when |r| is below 1e-10 |b|. JAX has the same as one compiled program, which can take
     minutes, and hears no Ctrl-C until it has ended.
     """

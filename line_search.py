@@ -56,13 +56,14 @@ class BaseConfig:
     line_search: int = 5  # how many α = 2^(-i/2) are tried (Appendix D); 0 = no search, α = 1
     # the α that are tried in place of those, separated by spaces, such as "1 0.5 0.25"
     alphas: str = ""
-    # fresh tokens that a search may read, in whole inner batches; 0 = as many as a batch has
+    # fresh tokens that a search reads at most, to the nearest number of whole inner batches, at
+    # least one; 0 = as many as a batch has
     line_search_tokens: int = 0
     race: bool = True  # drop an α once it is known to be behind; false = never, as in the paper
     guard: bool = True  # refuse a step when no step size beats θ_t; false = as in the paper
 
     def __post_init__(self):
-        if self.alphas:
+        if self.alphas:  # `dataclasses.replace` keeps this number, unless it is given, too
             object.__setattr__(self, "line_search", len(self.alphas.split()))
 
     @property

@@ -1,7 +1,7 @@
 """The update rules: AdamW, Muon and SOAP, each as an optax transformation.
 
     AdamW:  θ - lr m / √v                     m, v: running means of the gradient g and of g²
-    Muon:   θ - lr √max(1, out/in) U Vᵀ       U S Vᵀ: the running mean of a matrix's gradient
+    Muon:   θ - lr √max(1, out/in) U Vᵀ       U S Vᵀ: Nesterov momentum of a matrix's gradient
     SOAP:   θ - lr Q_L (m' / √v) Q_Rᵀ         Adam in the eigenbases Q of Shampoo's factors
 
 Each rule also subtracts lr · weight_decay · θ from every matrix: the W of AdamW. Bias corrections
@@ -77,13 +77,13 @@ def clip_by_norm(limit):
 
 
 def clip_ends_apart(limit):
-    """The same of two parts, each by its own norm: embedding with head, and all that is between."""
+    """Scales two gradients down, each by its own norm: embedding with head, and all the rest."""
 
-    def part(name):
-        return "ends" if name in ENDS else "between"
+    def clipped_with(name):
+        return "ends" if name in ENDS else "rest"
 
     clip = clip_by_norm(limit)
-    return optax.partition({"ends": clip, "between": clip}, partial(map_names, part))
+    return optax.partition({"ends": clip, "rest": clip}, partial(map_names, clipped_with))
 
 
 def adamw(lr, b1, b2, weight_decay, clip):
@@ -206,7 +206,10 @@ class SoapState(NamedTuple):
 
 
 def soap(lr, b1, b2, weight_decay, clip, frequency, largest):
-    """SOAP on every matrix, each layer's by itself, and Adam on the rest."""
+    """SOAP on every matrix, each layer's by itself, and Adam on the rest.
+
+    The first update only decays the matrices and makes the first eigenvectors: see `soap_step`.
+    """
     return optax.chain(
         clip_by_norm(clip),
         scale_by_soap(b1, b2, frequency, largest),

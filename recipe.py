@@ -182,6 +182,8 @@ TUNED = {
 # has no length, as it ends at its target, tells its method that it has so many outer steps.
 NO_END = 2**31 - 1
 
+HOME = "runs"  # the folder in which a run has one of its own, where --out is not given
+
 
 class Run(NamedTuple):
     """Everything that a command line says, and what follows from it."""
@@ -195,7 +197,7 @@ class Run(NamedTuple):
     parameters: int  # how many the network has
     values: dict  # {flag: value} of all flags, those that were worked out, too
     given: dict  # {flag: value} of those on the command line, but for the folder
-    needs_length: str  # why its learning rate depends on its length (see why_length_counts) or None
+    length_reason: str | None  # why its learning rate depends on its length: "--warmup 0.2"
 
     @property
     def inner_tokens(self):
@@ -254,7 +256,7 @@ def configure_grid(argv, about=""):
     lines = flags.expand(argv)
     home = None
     if len(lines) > 1:
-        home = flags.peek(lines[0], "out", "runs")
+        home = flags.peek(lines[0], "out", HOME)
     return in_order([configure(line, home, about) for line in lines])
 
 
@@ -294,15 +296,15 @@ def configure(argv, home=None, about=""):
 
     method = METHODS[config.method]
     settings = configure_method(method.Config, config, network, values)
-    needs_length = why_length_counts(settings)
-    if config.steps is None and needs_length:
-        reason = f"the learning rate depends on the length of the run ({needs_length})"
+    length_reason = why_length_counts(settings)
+    if config.steps is None and length_reason:
+        reason = f"the learning rate depends on the length of the run ({length_reason})"
         raise ValueError(f"--target-loss needs --steps or --tokens beside it, as {reason}")
     values |= flags.values_of(config)
     values |= flags.values_of(settings, DERIVED)
 
     if home or not config.out:
-        config = replace(config, out=f"{home or 'runs'}/{name_of(values, needs_length)}")
+        config = replace(config, out=f"{home or HOME}/{name_of(values, length_reason)}")
     values["out"] = config.out
 
     run = Run(
@@ -315,7 +317,7 @@ def configure(argv, home=None, about=""):
         parameters=parameters,
         values=values,
         given={name: value for name, value in given.items() if name != "out"},
-        needs_length=needs_length,
+        length_reason=length_reason,
     )
     if run.total_batches > NO_END:
         required = "they must be below 2^31: raise --inner-batch"
@@ -358,6 +360,8 @@ def parse(argv, about=""):
     if "warmup" in given and "warmup_steps" in values:
         values["warmup_steps"] = 0  # steps would count in place of the fraction
     values |= given
+    if given.get("line_search") == 0 and given.get("alphas"):
+        raise ValueError("line_search 0 is no search, but alphas has step sizes for one")
 
     # The model's default length counts only where nothing that is given says when the run ends.
     if "tokens" in given and "steps" not in given:
@@ -480,22 +484,22 @@ def why_length_counts(settings):
 
 # Flags in which two commands for one run may always differ. `tokens` is among them because it
 # becomes `steps`. `steps` may differ, too, where no learning rate depends on the length of the run.
-MAY_DIFFER = ("out", "tokens", "micro_batch")
+MAY_DIFFER = ("out", "tokens", "micro_batch", "save_every")
 
 
-def flags_that_may_differ(needs_length):
-    """The flags in which two commands for one run may differ; needs_length: as in a Run."""
-    return MAY_DIFFER if needs_length else (*MAY_DIFFER, "steps")
+def flags_that_may_differ(length_reason):
+    """The flags in which two commands for one run may differ; length_reason: as in a Run."""
+    return MAY_DIFFER if length_reason else (*MAY_DIFFER, "steps")
 
 
-def name_of(values, needs_length):
+def name_of(values, length_reason):
     """The name of a run's folder: what people look for first, and a digest of the flags.
 
     A flag that has its field's default does not count, so a flag that is new changes no name.
     """
     fields = valid_flags(values["method"])
     changed = {}
-    for name in values.keys() - {*flags_that_may_differ(needs_length)}:
+    for name in values.keys() - {*flags_that_may_differ(length_reason)}:
         if values[name] != fields[name].default:
             changed[name] = values[name]
     words = [values["method"], values["model"], str(values["batch"])]
@@ -507,7 +511,7 @@ def name_of(values, needs_length):
 
 
 def defaults_of(run):
-    """{flag: value} for a comparison with a saved run: what a flag was that it is older than."""
+    """{flag: value} to assume of flags that a saved run lacks, as they are newer than it."""
     defaults = {}
     for name, flag in valid_flags(run.config.method).items():
         defaults[name] = flag.default

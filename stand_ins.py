@@ -95,12 +95,14 @@ def main(words):
     """Runs the command line of train.py, with this file in the place of gn.py."""
     with blaming_input():
         flags.peek(words, "method", "gn", valid=["gn"])  # raises ValueError for another
-    plain = recipe.METHODS["gn"]
+    plain, home = recipe.METHODS["gn"], recipe.HOME
     recipe.METHODS["gn"] = plain._replace(module=sys.modules[__name__], Config=Config)
+    # Not beside the runs of train.py: one of the same flags would be taken for this one.
+    recipe.HOME = "runs/stand_ins"
     try:
         return train.main([*words, "--method", "gn"])
     finally:
-        recipe.METHODS["gn"] = plain
+        recipe.METHODS["gn"], recipe.HOME = plain, home
 
 
 if __name__ == "__main__":

@@ -358,7 +358,7 @@ ROW = (
     "lr",  # learning rate of the method; of Gauss-Newton, of its inner optimizer
     "alpha",  # step size of the line search
     "inner_loss",  # mean of what the inner loop lowers, over its inner steps
-    "seconds",  # of the steps, a sum
+    "seconds",  # of the steps, a sum; in the first row of the warm-up, or of loading it
     "refused",  # steps that the line search refused, a sum
     "input_wait",  # seconds that steps waited for a batch, a sum
 )
@@ -522,9 +522,9 @@ def hold_and_execute(run, corpus, signals):
 def check_folder(run, corpus=None):
     """Raises ValueError if the run's folder holds anything but this run, shorter or longer."""
     must_be = saved_flags(run, corpus)
-    for name in flags_that_may_differ(run.needs_length):
+    for name in flags_that_may_differ(run.length_reason):
         del must_be[name]
-    reasons = {"steps": f"on which the learning rate depends: {run.needs_length}"}
+    reasons = {"steps": f"on which the learning rate depends: {run.length_reason}"}
     checkpoint.check_folder(run.config.out, must_be, defaults_of(run), reasons)
 
 

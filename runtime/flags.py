@@ -172,7 +172,9 @@ class Parser(argparse.ArgumentParser):
     def add_flag(self, group, name, flag, default):
         """Adds a flag to a group of the help."""
         text = flag.help
-        if default is not None and not re.search(r"\bdefault\b", text, re.IGNORECASE):
+        says_default = re.search(r"\bdefault\b", text, re.IGNORECASE)
+        is_usual = default == flag.default  # not one of a model or a method, which is to be said
+        if default not in (None, "") and not (says_default and is_usual):
             text += f" [default {default}]"
         metavar = flag.kind.__name__
         group.add_argument(flag_of(name), metavar=metavar, help=text.replace("%", "%%"))

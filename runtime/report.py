@@ -60,9 +60,9 @@ def print_opening(run, kernels, memory_needed, text, tokens_in_text, begun):
     print(f"{describe_length(config)}: {inner} (sequences, positions)")
     if memory_needed is not None:
         print(describe_memory(run, memory_needed))
-    if run.needs_length:
+    if run.length_reason:
         other = "another number of steps is another run, as the learning rate depends on it"
-        print(f"{other}: {run.needs_length}")
+        print(f"{other}: {run.length_reason}")
     for line in changes(run):
         print(line)
     if run.warmup_batches:

@@ -47,7 +47,12 @@ def in_float64():
 def plain_gradient_descent():
     """One more inner optimizer, whose step shows the gradient: θ - lr ∇."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(gn.INNER_OPTIMIZERS, "sgd", lambda lr, config: optax.sgd(lr))
+        original = gn.Config.optimizer
+
+        def optimizer(config, lr):
+            return optax.sgd(lr) if config.inner == "sgd" else original(config, lr)
+
+        patch.setattr(gn.Config, "optimizer", optimizer)
         yield
 
 

@@ -100,6 +100,8 @@ def test_a_run_is_named_by_its_flags(here):
 
     assert folder("--seed", "1", "--lr", "0.1") == folder("--lr", "0.10", "--seed=1")
     assert folder("--seed", "1") != folder("--seed", "1", "--clip", "2")
+    # When it is saved changes no number.
+    assert folder("--seed", "1") == folder("--seed", "1", "--save-every", "2")
     # A length is part of it only where the learning rate depends on it. Its tokens never are.
     muon = ["--method", "muon"]
     assert folder(*muon) == folder(*muon, "--steps", "99") == folder(*muon, "--tokens", "99m")
@@ -107,6 +109,11 @@ def test_a_run_is_named_by_its_flags(here):
     cosine = [*muon, "--schedule", "cosine"]
     assert folder(*cosine, "--steps", "9") != folder(*cosine, "--steps", "8")
     assert folder(*cosine, "--steps", "15") == folder(*cosine, "--tokens", "2m")
+
+
+def test_step_sizes_of_no_line_search_are_refused(here):
+    with pytest.raises(ValueError, match="line_search 0 is no search, but alphas has"):
+        recipe.configure(["--model", "tiny", "--line-search", "0", "--alphas", "1 0.5"])
 
 
 def test_the_paper_sizes():

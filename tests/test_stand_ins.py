@@ -4,6 +4,8 @@ L2 and L1 are written down with the Jacobian in full, as in test_gn.py and test_
 loss of the plain network.
 """
 
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -78,6 +80,15 @@ def test_it_trains_as_train_py_does(here):
             for alpha in (1, 0.5)
             for name in ("quadratic", "linearized", "true")
         ]
+
+
+def test_a_run_of_train_py_with_the_same_flags_is_not_taken_for_its_own(here):
+    """Each has its folder."""
+    assert run("--steps", "1") == 0
+    assert stand_ins.main([*SMALL, "--data", "text.txt", "--steps", "1"]) == 0
+    (log,) = Path("runs/stand_ins").glob("*/log.jsonl")
+    assert "true_at_1" in log.read_text()
+    assert recipe.HOME == "runs"
 
 
 @pytest.mark.parametrize(

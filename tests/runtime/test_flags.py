@@ -55,6 +55,8 @@ def test_help_shows_the_defaults_of_the_method_and_the_model_that_it_is_given(ca
     default = help_of(capsys)
     assert "The defaults are those of --method gn --model 45m." in default
     assert "width of the residual stream, D [default 512]" in default
+    prox = help_of(capsys, "--model", "tiny", "--method", "gn_prox")
+    assert "[default 0.99]" in prox  # of the average, whose help names that of other models, too
     tiny = help_of(capsys, "--model", "tiny", "--method", "muon")
     assert "The defaults are those of --method muon --model tiny." in tiny
     assert "width of the residual stream, D [default 64]" in tiny
