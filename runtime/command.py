@@ -75,7 +75,8 @@ def noting_ctrl_c():
     """Within it, Ctrl-C raises KeyboardInterrupt, as always, and this is noted in `raised`."""
     before = signal.getsignal(signal.SIGINT)
     if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
-        yield  # nohup wants it to be ignored; only the main thread may set a handler
+        # A shell script's job in the background ignores it; only the main thread may set a handler.
+        yield
         return
     signal.signal(signal.SIGINT, interrupt)
     try:
@@ -87,8 +88,13 @@ def noting_ctrl_c():
 
 def interrupt(number, frame):
     """The handler of Ctrl-C."""
-    raised.append(KeyboardInterrupt())
-    raise raised[-1]
+    raise_noted(KeyboardInterrupt())
+
+
+def raise_noted(error):
+    """Raises what a signal asks for, and notes it in `raised`."""
+    raised.append(error)
+    raise error
 
 
 def check_stopped():
@@ -110,7 +116,7 @@ def blaming_input():
 
 
 def explain(error):
-    """The exit status of what ended a command, and the reason; None, None if it is a fault in it.
+    """The exit status and the reason of what ended a command. None, None: a fault of the program.
 
     The reason is empty where there is nobody to read it.
     """
@@ -119,11 +125,13 @@ def explain(error):
     if isinstance(error, Stop):
         return 128 + error.number, "stopped; the same command goes on from here"
     if isinstance(error, KeyboardInterrupt):
-        return 128 + signal.SIGINT, str(error) or "stopped"
+        return 128 + signal.SIGINT, str(error) or "stopped"  # bench.py says what it has saved
     if isinstance(error, BrokenPipeError):
         return 128 + 13, ""  # SIGPIPE, which Windows does not have
     if isinstance(error, OSError):
         return 1, error
+    if isinstance(error, MemoryError):
+        return 1, "the machine is out of memory"
     if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
         remedy = "lower --inner-batch or --head-chunk, or on several devices give --shard true"
         return 1, f"the device is out of memory; for train.py, {remedy}"
@@ -138,12 +146,13 @@ def say(reason):
 
 
 def open_streams():
-    """Makes the three standard streams usable, whatever the shell has made of them.
+    """Makes standard output and standard error usable, whatever the shell has made of them.
 
-    Where one was closed, the next file that is opened would get its number, and what a library
-    writes to standard error would go into that file. If standard error was closed, what is written
-    to it goes to standard output. A character that the stream's encoding lacks is written as its
-    number, \\u03b1. A line is written when it ends, so that it is seen at once through a pipe, too.
+    Where a stream was closed, the next file that is opened would get its number, and what a library
+    writes to standard error would go into that file. So each number is given to some file. If
+    standard error was closed, what Python prints to it goes to standard output. A character that
+    the stream's encoding lacks is written as its number, \\u03b1. A line is written when it ends,
+    so that it is seen at once through a pipe, too.
     """
     for number in range(3):
         try:

@@ -22,7 +22,10 @@ UNREADABLE = (
 
 
 def digest(*values):
-    """A hash in hexadecimal of values that JSON can hold. Equal values have equal hashes."""
+    """A hash in hexadecimal of the JSON text of values.
+
+    So the order of a dict counts, and 1 is not 1.0.
+    """
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
@@ -73,12 +76,13 @@ def sync(folder):
 
 
 def check_writable(folder):
-    """Raises OSError if no file can be made in a folder, which need not be there yet. Makes none.
+    """Raises OSError if rights forbid a file in a folder, which need not be there yet. Makes none.
 
-    It looks at the folder, or at the nearest one above it that is there.
+    It looks at the folder, or at the nearest one above it that is there. It cannot see a full disk,
+    or a name that is too long.
     """
     nearest = Path(folder).absolute()
-    while not os.path.lexists(nearest):
+    while not os.path.lexists(nearest) and nearest != nearest.parent:
         nearest = nearest.parent
     if not nearest.is_dir():
         raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(nearest))
@@ -96,6 +100,7 @@ def locked(path, wait=True):
     """
     lock = FileLock(path)
     while not lock.is_locked:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(timeout=-1 if wait else 0)
         except Timeout:
@@ -121,7 +126,10 @@ def hold(path, stack):
 
 
 def is_locked(path):
-    """Whether a process holds a file at this moment. Creates nothing and keeps nothing open."""
+    """Whether a process holds a file at this moment. Creates nothing and keeps nothing open.
+
+    It tries to hold the file. If another process does so in the same moment, it is refused.
+    """
     if not Path(path).exists():
         return False
     try:

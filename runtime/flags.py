@@ -69,7 +69,10 @@ def comments_of(cls):
 
 
 def count(text):
-    """A whole number with or without a suffix: 400k, 1.2m, 3b. Raises ValueError otherwise."""
+    """A whole number, with or without a suffix: 400k, 1.2m, 3b.
+
+    Raises ValueError for anything else, and for one above 10^15.
+    """
     match = re.fullmatch(r"([+-]?\d+(?:\.\d+)?)([kmb]?)", text.strip().lower().replace("_", ""))
     if not match:
         raise ValueError(text)
@@ -92,7 +95,7 @@ def boolean(text):
 
 
 KINDS = {  # type: how a text becomes a value, and what the text must be
-    int: (count, "a whole number such as 32, 400k or 1.2m"),
+    int: (count, "a whole number up to 10^15, such as 32, 400k or 1.2m"),
     float: (float, "a number"),
     bool: (boolean, "true or false"),
     str: (utf8, "a text in UTF-8"),
@@ -101,13 +104,6 @@ KINDS = {  # type: how a text becomes a value, and what the text must be
 
 # ---- checks of values, for the `check` method of a Config ----
 
-COMPARISONS = {
-    "at least": operator.ge,
-    "above": operator.gt,
-    "below": operator.lt,
-    "at most": operator.le,
-}
-
 
 def check_range(config, names, least=None, above=None, below=None, most=None):
     """Raises ValueError if the value of a field is outside of the limits that are given.
@@ -115,20 +111,24 @@ def check_range(config, names, least=None, above=None, below=None, most=None):
     The value itself may be `least` and `most`, but neither `above` nor `below`. NaN and infinity
     are always refused. Skipped are names that the config lacks, and fields that are None.
     """
-    limits = {"at least": least, "above": above, "below": below, "at most": most}
-    limits = {words: limit for words, limit in limits.items() if limit is not None}
-    required = " and ".join(f"{words} {readable(limit)}" for words, limit in limits.items())
-    if limits == {"above": 0}:
+    limits = [
+        ("at least", operator.ge, least),
+        ("above", operator.gt, above),
+        ("below", operator.lt, below),
+        ("at most", operator.le, most),
+    ]
+    limits = [row for row in limits if row[2] is not None]
+    required = " and ".join(f"{words} {readable(limit)}" for words, _, limit in limits)
+    if required == "above 0":
         required = "a positive number"
 
     for name in names:
         value = getattr(config, name, None)
         if value is None:
             continue
-        inside = all(COMPARISONS[words](value, limit) for words, limit in limits.items())
         if not math.isfinite(value):
             raise ValueError(f"{name} is {value}; it must be finite")
-        if not inside:
+        if not all(compare(value, limit) for _, compare, limit in limits):
             raise ValueError(f"{name} is {value}; it must be {required}")
 
 
@@ -157,6 +157,8 @@ class Parser(argparse.ArgumentParser):
         self.flags = []  # those of add_groups, such as --inner-batch
 
     def error(self, message):
+        if "expected one argument" in message:
+            message += " (one that begins with a minus is written as in --lr=-1e-3)"
         raise ValueError(message.encode("unicode_escape").decode())
 
     def add_groups(self, groups, defaults):

@@ -20,8 +20,9 @@ class Signals:
     While `deferred`, the first signal is only noted, and the next safe point saves the newest state
     and raises Stop. A second signal raises Stop at once: what came since the last save is lost.
 
-    Such contexts may be nested. A signal after the last safe point of the inner one, in the last
-    save of a run, is for the outer one, which raises Stop.
+    A signal that is ignored stays so. Such contexts may be nested. A signal after the last safe
+    point of the inner one, in the last save of a run, is for the outer one, which raises Stop; if
+    the inner one ends with an error, the signal is forgotten.
     """
 
     def __init__(self):
@@ -33,7 +34,8 @@ class Signals:
         # One process alone must not stop, or the others would wait for it.
         self.defers = jax.process_count() > 1
         for number in (signal.SIGINT, signal.SIGTERM):
-            self.replaced[number] = signal.signal(number, self.receive)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # see command.noting_ctrl_c
+                self.replaced[number] = signal.signal(number, self.receive)
         return self
 
     def __exit__(self, kind, error, traceback):
@@ -52,8 +54,7 @@ class Signals:
         first = self.number == 0
         self.number = number
         if not (first and self.defers):
-            command.raised.append(Stop(number))
-            raise command.raised[-1]
+            command.raise_noted(Stop(number))
 
     @contextmanager
     def deferred(self):

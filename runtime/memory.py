@@ -35,7 +35,7 @@ def usage(lowered):
 
 
 def find_micro_batch(sequences, lower, limit):
-    """The size of the largest micro-batches that fit into `limit` MiB, and the MiB that they need.
+    """The size of the largest micro-batches that fit into SHARE of `limit` MiB, and what they need.
 
     sequences: of an inner batch on a device; the size divides it. lower(size): the program with
     micro-batches of this size, before it is compiled. If none fits, the size is 1.
@@ -47,7 +47,7 @@ def find_micro_batch(sequences, lower, limit):
         # Beyond its arguments, a program needs some memory in any case, and some per sequence. We
         # guess as if it were all per sequence. That may ask too much of a smaller size, but never
         # skips a size that fits.
-        per_sequence = (needed - arguments) / size
+        per_sequence = max(needed - arguments, 1) / size
         guess = int((room - arguments) / per_sequence)
         size = largest_divisor(sequences, max(1, min(guess, size - 1)))
         needed, arguments = usage(lower(size))

@@ -41,17 +41,16 @@ def start():
     sense, if one of the three is missing, or if there are no devices of the kind that JAX_PLATFORMS
     asks for.
 
-    A single process turns a CPU into as many devices as it has cores, because one device hardly
-    uses a second core.
+    A single process turns a CPU into as many devices as it has cores, but 8 at most, the sequences
+    in an inner batch of `tiny`: one device hardly uses a second core.
     """
     cores = available_cores()
     flags = read_xla_flags()
     alone = not join(os.environ)
     if alone and jax.config.jax_num_cpu_devices < 0 and "host_platform_device_count" not in flags:
-        # At most 8, the sequences in an inner batch of `tiny`.
         jax.config.update("jax_num_cpu_devices", min(8, cores))
 
-    add_xla_flag(flags)
+    skip_triton_products(flags)
     # XLA reads there how many threads it may start. Those that wait for another device must leave
     # it some.
     threads = 2 * max(cores, jax.config.jax_num_cpu_devices)
@@ -68,18 +67,22 @@ def join(variables):
     mpirun = "OMPI_MCA_orte_hnp_uri" in variables
     given = {name: variables[name] for name in (ADDRESS, COUNT, INDEX) if variables.get(name)}
     if not given:
+        if variables.get("OMPI_COMM_WORLD_SIZE", "1") != "1" and not mpirun:
+            # JAX finds the others by a variable that only earlier versions set.
+            raise ValueError(f"mpirun of Open MPI 5 and later needs {ADDRESS}, {COUNT}, {INDEX}")
         if srun or mpirun:
             jax.distributed.initialize()
         return srun or mpirun
 
     check_variables(given)
     missing = {ADDRESS, COUNT, INDEX} - set(given)
-    if missing and not (srun or mpirun):  # which know the others
+    if missing and not (srun or mpirun):  # these tell JAX what is missing
         names = ", ".join(sorted(missing))
         raise ValueError(f"{', '.join(given)} without {names}: several processes need all three")
     count = given.get(COUNT)
     index = given.get(INDEX)
     jax.distributed.initialize(
+        coordinator_address=given.get(ADDRESS),
         num_processes=count and int(count),
         process_id=index and int(index),
     )
@@ -130,13 +133,14 @@ def is_file_name(xla_flags):
     return bool(xla_flags.strip()) and not xla_flags.lstrip().startswith("-")
 
 
-def add_xla_flag(flags):
-    """Adds a flag for GPUs to XLA_FLAGS, unless they name a file or already have that flag."""
+def skip_triton_products(flags):
+    """Tells XLA not to try Triton for matrix products on GPUs, unless XLA_FLAGS decide that."""
     before = os.environ.get("XLA_FLAGS", "")
-    # Without a GPU it would be of no use, and a later XLA that does not know it would end here.
-    has_gpu = importlib.util.find_spec("jax_plugins") is not None
-    if has_gpu and not is_file_name(before) and "xla_gpu_enable_triton_gemm" not in flags:
-        # Fewer programs to try, and faster here.
+    # Without JAX's plugin for GPUs it would be of no use, and a later XLA that does not know the
+    # flag would end here.
+    has_plugin = importlib.util.find_spec("jax_plugins") is not None
+    if has_plugin and not is_file_name(before) and "xla_gpu_enable_triton_gemm" not in flags:
+        # XLA then has fewer kernels to try for each product as it compiles, and ours are faster.
         os.environ["XLA_FLAGS"] = f"{before} --xla_gpu_enable_triton_gemm=false".lstrip()
 
 
@@ -359,7 +363,7 @@ def whole(a):
 
 
 def largest(numbers):
-    """The largest number that any process has. For a list of numbers: for each of its places."""
+    """The largest int32 that any process has. For a list of numbers: for each of its places."""
     if jax.process_count() == 1:
         return numbers
     of_all = multihost_utils.process_allgather(np.asarray(numbers, np.int32))
@@ -367,21 +371,21 @@ def largest(numbers):
 
 
 def wait():
-    """Waits until every process is here, for half a minute at most."""
+    """Waits until every process is here. The first exchange of a run may fail after 30 s."""
     multihost_utils.sync_global_devices("wait")
 
 
 def first(work, folder):
     """work(), in the first process before all others, which then find on disk what it left there.
 
-    It may take days, but processes that wait by JAX give up after half a minute. So each leaves a
-    file in `folder`, which they share, when it is done, and the others wait for that.
+    It may take days, but processes that wait by JAX may give up after half a minute. So each leaves
+    a file in `folder`, which they share, when it is done, and the others wait for that.
     """
     if jax.process_count() == 1:
         return work()
-    number = secrets.randbits(31)  # so that files of an earlier run that was killed do not count
-    number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
-    done = [Path(folder) / f"done-{number}-{i}" for i in range(jax.process_count())]
+    drawn = np.int32(secrets.randbits(31))  # so that files of a run that was killed do not count
+    run_id = int(multihost_utils.broadcast_one_to_all(drawn))
+    done = [Path(folder) / f"done-{run_id}-{i}" for i in range(jax.process_count())]
     if jax.process_index() > 0:
         wait_for(done[:1])
     try:

@@ -16,7 +16,8 @@ MINUTE = 60  # seconds between two lines where there is no terminal
 class Progress:
     """Progress bars over tokens, which show tokens/s and the time left. All move together.
 
-    Where there is no terminal, what takes longer than a minute says a line every minute.
+    Where there is no terminal, an inner batch that moves the first bar prints a line, one a minute
+    at most.
     """
 
     def __init__(self, inner_tokens):
@@ -25,8 +26,8 @@ class Progress:
         self.bars = []
         self.titles = []
         self.read = Counter()  # {stage of the work: inner batches that it has read}
-        self.stage = None  # the present one, as the last bar shows it
-        self.compiling_since = 0.0
+        self.stage = None  # the one that the last bar shows
+        self.compiling_since = None  # when a stage read its first inner batch, if that was the last
 
     @contextmanager
     def bar(self, title, batches, done=0):
@@ -35,22 +36,13 @@ class Progress:
         batches: None if nobody knows how many; then there is no time left to show.
         """
         on_terminal = sys.stderr.isatty()
-        if on_terminal:
-            # Ctrl-C writes ^C behind the bar. There must be room, or a new line begins.
-            look = {"ncols": terminal_width() - 6}
-        else:
-            line = "{desc}: {percentage:.0f}% of {total_fmt} tokens, {rate_fmt}, {remaining} left"
-            if batches is None:
-                line = "{desc}: {n_fmt} tokens, {rate_fmt}"
-            look = {"bar_format": line, "file": Lines(), "delay": MINUTE, "mininterval": MINUTE}
-            look["miniters"] = 1  # or tqdm would show the bar at other times, too
         if jax.process_index() > 0 or (self.bars and not on_terminal):
             yield  # another process shows the bar; or the bar around this one says enough
             return
-        total = None if batches is None else batches * self.inner_tokens
-        size = {"total": total, "initial": done * self.inner_tokens}
-        unit = {"unit": "tok", "unit_scale": True}
-        with tqdm(desc=title, leave=False, **size, **unit, **look) as bar:
+        options = terminal_look() if on_terminal else line_look(batches)
+        options["total"] = None if batches is None else batches * self.inner_tokens
+        options["initial"] = done * self.inner_tokens
+        with tqdm(desc=title, leave=False, unit="tok", unit_scale=True, **options) as bar:
             if self.bars:
                 self.bars[-1].set_description_str(self.titles[-1], refresh=False)
             self.bars.append(bar)
@@ -61,6 +53,7 @@ class Progress:
             finally:
                 self.bars.pop()
                 self.titles.pop()
+                self.stage = None
 
     def advance(self, stage):
         """Moves every bar by one inner batch, which a stage of the work reads."""
@@ -72,17 +65,18 @@ class Progress:
         """Says on the last bar which stage of the work reads an inner batch.
 
         Its first inner batch must wait for its program to be compiled, which says nothing about the
-        time that the others will take. So the clocks leave out what passes until the second.
+        time that the others will take. So the clocks leave out what passes until the next inner
+        batch, of whatever stage.
         """
-        self.read[stage] += 1
-        number = self.read[stage]
-        if number == 1:
-            self.compiling_since = time.time()
-        if number == 2:
+        now = time.time()
+        if self.compiling_since is not None:
             for bar in self.bars:
-                pause = time.time() - max(self.compiling_since, bar.start_t)
+                pause = now - max(self.compiling_since, bar.start_t)
                 bar.start_t += pause
                 bar.last_print_t += pause
+        self.read[stage] += 1
+        number = self.read[stage]
+        self.compiling_since = now if number == 1 else None
         if self.bars and (number <= 2 or stage != self.stage):
             what = f"{stage}, compiling" if number == 1 else stage
             text = f"{self.titles[-1]}, {what}"
@@ -97,6 +91,26 @@ class Progress:
     def write(self, line):
         """Prints a line above the bars."""
         tqdm.write(line)
+
+
+def terminal_look():
+    """The options of a bar on a terminal."""
+    # Ctrl-C writes ^C behind the bar. There must be room, or a new line begins.
+    return {"ncols": terminal_width() - 6}
+
+
+def line_look(batches):
+    """The options of a bar that is printed line by line; batches: as `Progress.bar` takes them."""
+    line = "{desc}: {percentage:.0f}% of {total_fmt} tokens, {rate_fmt}, {remaining} left"
+    if batches is None:
+        line = "{desc}: {n_fmt} tokens, {rate_fmt}"
+    return {
+        "bar_format": line,
+        "file": Lines(),
+        "delay": MINUTE,
+        "mininterval": MINUTE,
+        "miniters": 1,  # or tqdm would show the bar at other times, too
+    }
 
 
 def terminal_width():

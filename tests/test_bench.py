@@ -126,7 +126,7 @@ def test_the_large_product_has_the_same_factors_in_each_call(monkeypatch):
         (["--model", "big"], "model is 'big'; valid: tiny, 5m, 45m, 150m"),
         (["--dtype", "float16"], "dtype is 'float16'; valid: float32, bfloat16"),
         (["--reps", "3"], "unknown flag '--reps'; did you mean --repeat?"),
-        (["--inner-batch", "many"], "--inner-batch is 'many'; it must be a whole number such as "),
+        (["--inner-batch", "many"], "--inner-batch is 'many'; it must be a whole number up to "),
         (["--inner-batch", "-1"], "inner_batch is -1; it must be at least 0"),
         (["--vocab-size", "-1"], "vocab_size is -1; it must be at least 0"),
         (["--inner-steps", "0"], "inner_steps is 0; it must be at least 1"),

@@ -12,7 +12,7 @@ import pytest
 from conftest import AS_A_USER, SMALL, run
 
 import train
-from runtime import command
+from runtime import command, live
 
 ROOT = Path(train.__file__).parent
 TRAIN = ["train.py", *SMALL, "--method", "muon", "--data", "text.txt", "--out", "new"]
@@ -176,11 +176,13 @@ def test_in_another_shell_a_run_is_the_same(with_run):
 
 
 def test_ctrl_c_is_ignored_where_the_shell_wants_it_so():
-    """As under nohup, and in the background of a script."""
+    """As in the background of a script; also while a run would save its state first."""
 
     @command.command
     def main(words):
         os.kill(os.getpid(), signal.SIGINT)
+        with live.Signals():
+            os.kill(os.getpid(), signal.SIGINT)
         return 5
 
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -104,6 +104,12 @@ def test_a_lock_whose_folder_was_removed_is_not_held_in_vain(tmp_path, hold):
     assert not files.is_locked(path)
 
 
+@pytest.mark.skipif(not Path("/proc").exists(), reason="needs /proc, where no folder can be made")
+def test_a_lock_whose_folder_cannot_be_made_is_an_error():
+    with pytest.raises(OSError, match="/proc/nothing"), files.locked("/proc/nothing/lock"):
+        pass
+
+
 def test_a_folder_that_cannot_be_written_is_seen_before_work_is_done(tmp_path):
     """The nearest folder that is there decides; nothing is made."""
     (tmp_path / "file").touch()

@@ -96,7 +96,7 @@ FLAGS = {
     "no steps": (["--steps", "0"], "steps is 0; it must be at least 1"),
     "half a step": (["--steps", "1.5"], "--steps is '1.5'; it must be a whole number"),
     "tokens": (["--tokens=-5k"], "tokens is -5000"),
-    "count": (["--batch", "4x"], "--batch is '4x'; it must be a whole number such as"),
+    "count": (["--batch", "4x"], "--batch is '4x'; it must be a whole number up to 10^15, such as"),
     "boolean": (["--guard", "maybe"], "--guard is 'maybe'; it must be true or false"),
     "schedule": (["--schedule", "linear"], "valid: constant+inner cosine, global cosine"),
     "dtype": (["--dtype", "float16"], "valid: float32, bfloat16"),
@@ -112,7 +112,10 @@ FLAGS = {
     "a file as folder": (["--out", "text.txt"], "is there and is not a run"),
     "a flag that ends the flags": (["--data=--"], "data is '--'; valid: stdlib, c4"),
     "a number that ends the flags": (["--lr=--"], "--lr is '--'; it must be a number"),
-    "a count of 400 digits": (["--steps", "9" * 400], "it must be a whole number such as"),
+    "a count of 400 digits": (
+        ["--steps", "9" * 400],
+        "it must be a whole number up to 10^15, such as",
+    ),
     "more steps than can be counted": (["--steps", "3b"], "they must be below 2^31"),
     "a size beyond 32 bits": (
         ["--d-ff", "4b"],

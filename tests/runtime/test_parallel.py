@@ -189,7 +189,7 @@ def test_the_most_devices_that_divide_an_inner_batch(monkeypatch):
         ({}, None),
         (
             {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"},
-            (3, 2),
+            ("a:1", 3, 2),
         ),
         ({"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "n[1-2]"}, ()),
         ({"SLURM_NTASKS": "2"}, None),
@@ -243,6 +243,13 @@ def test_variables_of_processes_that_make_no_sense_are_refused(monkeypatch, vari
     with pytest.raises(ValueError) as error:
         parallel.start()
     assert says in str(error.value)
+
+
+def test_an_mpirun_that_jax_does_not_know_is_refused():
+    """Or each process would take itself for a run of its own."""
+    with pytest.raises(ValueError, match="Open MPI 5 and later needs JAX_COORDINATOR_ADDRESS"):
+        parallel.join({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"})
+    assert not parallel.join({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"})
 
 
 def test_empty_variables_are_none(monkeypatch):

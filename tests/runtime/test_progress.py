@@ -65,6 +65,25 @@ def test_the_clock_of_a_bar_does_not_count_the_compilation(monkeypatch):
         assert bar.format_dict["elapsed"] == pytest.approx(5)
 
 
+def test_a_stage_that_comes_between_takes_no_time_of_another(monkeypatch):
+    """An evaluation of one inner batch, between many inner batches of a second each."""
+    open_terminal(monkeypatch)
+    now = 0.0
+    monkeypatch.setattr("tqdm.std.time", lambda: now)
+    monkeypatch.setattr(progress.time, "time", lambda: now)
+    shown = progress.Progress(inner_tokens=64)
+    with shown.bar("gn", None):
+        for _ in range(2):
+            shown.show("evaluation")  # the first time, it is compiled
+            now += 100
+            for number in range(10):
+                shown.advance("inner batches")
+                now += 50 if number == 0 else 1
+        (bar,) = shown.bars
+        # The compilations are left out, and nothing else.
+        assert bar.format_dict["elapsed"] == pytest.approx(9 + 100 + 50 + 9)
+
+
 def test_a_resumed_bar_begins_where_the_run_was_stopped(here, monkeypatch):
     """Stopped in its second step, after two of its three inner batches."""
     terminal = open_terminal(monkeypatch)
