@@ -161,7 +161,7 @@ def test_it_takes_so_many_steps_of_12m_tokens_to_the_target():
     assert f"SOAP {costs['soap']}, and Muon {costs['muon']}." in words
     assert f"Layerwise takes {costs['layerwise_gn']}, which is hardly" in words
     gn_s, soap_s = (range_of(seconds[name]) for name in ("gn", "soap"))
-    assert f"with batches of 12m: {gn_s} s against {soap_s} s" in words
+    assert f"with batches of 12m {gn_s} s against {soap_s} s" in words
 
     assert "about 133m tokens" in words
     often = {name: [] for name in steps}
@@ -361,8 +361,17 @@ def test_the_stand_ins_are_as_wrong_at_5m_as_is_said():
     for lr in (0.003, 0.006):
         errors = pd.concat(errors_at_5m(lr=lr, **long))
         largest[lr] = f"{errors.abs().max():.2f}"
-    at_both = f"at most {largest[0.003]} nats at 0.003, and at most {largest[0.006]} at 0.006."
+    at_both = f"at most {largest[0.003]} nats at 0.003, and at most {largest[0.006]} at 0.006,"
     assert at_both in words
+    first, _ = the_run_of("results/5m-12m-stand-ins.jsonl", lr=0.006, **long)["rows"][1:]
+    loop = f"at an L of {first['true_at_1']:.2f}, from {first['loss_at_0']:.2f}."
+    assert f"where the first loop still ends {loop}" in words
+    times = []
+    for lr in (0.006, 0.01):
+        expansion, network = errors_at_5m("0.5", lr=lr, **short)
+        times.append((int((expansion.abs() > network.abs()).sum()), len(network)))
+    assert "errs more in six of seven loops at 0.006, and in five of eight at 0.01." in words
+    assert times == [(6, 7), (5, 8)]
 
 
 def test_a_step_of_12m_tokens_leads_as_far_as_is_said():
