@@ -282,7 +282,7 @@ def test_the_stand_ins_are_as_wrong_at_45m_as_is_said():
     assert all(row["true_at_1"] > row["loss_at_0"] for row in rows) and len(rows) == 14
     half = np.abs(errors_of(rows, "0.5")).max()
     said = f"where the line search mostly goes: each error is at most {half:.2f} nats."
-    assert f"both stand-ins are good half the way, {said}" in words
+    assert f"Both stand-ins are good half the way, {said}" in words
     alphas = [round(row["alpha"], 2) for row in rows]
     assert alphas == 9 * [0.5] + 5 * [0.35] and rows[-1]["val_loss"] > 4.1
     table = stand_ins_of(0.01)
