@@ -334,7 +334,7 @@ def test_long_texts_are_encoded_in_pieces(monkeypatch):
     """Cut before a blank, words stay as they are. A text without any comes back all the same."""
     text = "the king of the hall " * 50
     whole = {like: made(like).encode(text) for like in LIKE}
-    monkeypatch.setattr(tokenizer, "PIECE", 30)
+    monkeypatch.setattr(tokenizer, "ENCODED_AT_ONCE", 30)
     for like in LIKE:
         np.testing.assert_array_equal(made(like).encode(text), whole[like])
     for unbroken in ("x" * 1000, " " * 1000, " " + "x" * 100):
