@@ -38,7 +38,8 @@ class Config:
     """What is measured."""
 
     model: str = "tiny"  # tiny | 5m | 45m | 150m: the preset of the network
-    # only rows whose name has one of these, between commas, where a word begins; default: all
+    # words, or beginnings of words, between commas: only rows that have one, such as "gn: inner";
+    # default: all
     rows: str = ""
     inner_batch: int = 0  # sequences in an inner batch; default 8 for tiny, else 32
     inner_steps: int = 8  # inner batches in the outer steps

@@ -75,8 +75,9 @@ def prepare(corpus, tok, context, need=float("inf"), folder="data", later=0, mak
     What was tokenized before, by the same path, is not tokenized again. What was interrupted goes
     on where it was (text/token_files.py). If two processes ask at once, one waits for the other.
     Raises ValueError if the corpus is missing, empty or not text, or if either side is shorter than
-    a window. Then nothing is left that was not there before, but for finished files of a corpus
-    that is long enough. Raises OSError for a failure of the machine.
+    a window. If nothing was there before, and no file could be finished or the corpus is too short,
+    nothing is left then. Otherwise what was made is kept. Raises OSError for a failure of the
+    machine.
     """
     return Corpus(*groups.make(corpus, tok, context, need, folder, later, makes))
 
@@ -226,11 +227,12 @@ ABOUT = "Tokenizes a corpus before a run asks for it: python data.py CORPUS --to
 @command
 def main(words):
     """Runs the command line."""
-    corpus, *words = words or ["--help"]
-    if corpus in ("-h", "--help"):
-        words = [corpus]
+    if not words or "--help" in words or "-h" in words:
+        corpus, words = "", ["--help"]
+    else:
+        corpus, *words = words
     with blaming_input():
-        if corpus.startswith("-") and corpus not in words:
+        if corpus.startswith("-"):
             raise ValueError("the corpus comes first: python data.py CORPUS --tokens 2b")
         fields = flags.fields_of(Config)
         usage = "%(prog)s CORPUS"

@@ -80,7 +80,7 @@ class Config(BaseConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.average is None:  # `replace` keeps what it becomes here, also for another search
+        if self.average is None:  # a copy by `replace` keeps what it becomes here
             object.__setattr__(self, "average", 0.0 if self.line_search else 0.999)
         # JAX also makes copies of a Config, with tracers for floats. There, this is done already.
         is_number = isinstance(self.inner_warmup, int | float)

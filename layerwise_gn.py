@@ -60,11 +60,14 @@ class Config(gn.Config):
         unclipped = gn.Config.optimizer(replace(self, clip=0.0), lr)
         return optax.chain(clip_layers(self.clip), unclipped)
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.model is not model:
+            raise ValueError("layerwise_gn.py knows the layers of model.py only")
+
     def check(self):
         super().check()
         check_choice(self, "objective", OBJECTIVES)
-        if self.model is not model:
-            raise ValueError("layerwise_gn.py knows the layers of model.py only")
 
 
 # ---- the layers below the head -------------------------------------------------------------------

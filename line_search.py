@@ -63,7 +63,7 @@ class BaseConfig:
     guard: bool = True  # refuse a step when no step size beats θ_t; false = as in the paper
 
     def __post_init__(self):
-        if self.alphas:  # `dataclasses.replace` keeps this number, unless it is given, too
+        if self.alphas:  # their number always counts; replace(config, alphas="") keeps it
             object.__setattr__(self, "line_search", len(self.alphas.split()))
 
     @property

@@ -93,7 +93,7 @@ rcParams["axes.spines.right"] = False
 rcParams["svg.hashsalt"] = "plot"  # equal runs give equal files
 
 STATISTICS = ["mean", "min", "max"]  # of the runs of a group: a curve and its band
-# Of a schedule, a curve shows these.
+# The columns that tell the curve of a schedule from others.
 SCHEDULE_COLUMNS = ["has_inner_loop", "schedule", "warmup", "warmup_steps", "inner_warmup"]
 MOST_SETTINGS = 14  # that one panel shows
 MOST_POINTS = 100_000  # of the curve of a schedule
@@ -237,7 +237,10 @@ def draw_settings(ax, table, labels, target=None):
 
 
 def make_looks():
-    """Looks for curves that are not of several methods, without end; the first 49 differ."""
+    """Looks for curves that are not of several methods, without end.
+
+    The first 49 differ in colour, line or marker.
+    """
     for turn in itertools.count():
         for number, look in enumerate(CYCLE):
             other = (number + turn) % len(LINES)
@@ -485,7 +488,8 @@ def plan_methods(best, at_one_batch, target):
         if not pair <= set(best.method):
             continue
         ended = keep_ended(best[best.method.isin(pair)])
-        if target is None and ended.group.nunique() > 2:  # one of the two has several batches
+        both_have_ended = ended.method.nunique() == 2
+        if target is None and both_have_ended and ended.group.nunique() > 2:
             panels.append(partial(draw_final_losses, table=ended))
         else:
             rows = at_one_batch[at_one_batch.method.isin(pair)]
@@ -604,7 +608,8 @@ def draw_figures(at_tokens, to_targets):
     shown = []  # the rows at one batch of each Comparison
     best_at_tokens = None
     best_to_targets = {}
-    for comparison in to_targets if at_tokens is None else [at_tokens, *to_targets]:
+    comparisons = to_targets if at_tokens is None else [at_tokens, *to_targets]
+    for comparison in comparisons:
         best = keep_best(comparison)
         if best.empty:
             continue

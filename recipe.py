@@ -483,7 +483,8 @@ def why_length_counts(settings):
 # ---- which flags tell runs apart -----------------------------------------------------------------
 
 # Flags in which two commands for one run may always differ. `tokens` is among them because it
-# becomes `steps`. `steps` may differ, too, where no learning rate depends on the length of the run.
+# becomes `steps`; the last two change no number, but for rounding. `steps` may differ, too, where
+# no learning rate depends on the length of the run.
 MAY_DIFFER = ("out", "tokens", "micro_batch", "save_every")
 
 

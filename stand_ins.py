@@ -97,8 +97,8 @@ def main(words):
         flags.peek(words, "method", "gn", valid=["gn"])  # raises ValueError for another
     plain, home = recipe.METHODS["gn"], recipe.HOME
     recipe.METHODS["gn"] = plain._replace(module=sys.modules[__name__], Config=Config)
-    # Not beside the runs of train.py: one of the same flags would be taken for this one.
-    recipe.HOME = "runs/stand_ins"
+    # Not among the runs of train.py: one of the same flags would be taken for this one.
+    recipe.HOME = "runs_of_stand_ins"
     try:
         return train.main([*words, "--method", "gn"])
     finally:

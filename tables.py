@@ -215,7 +215,7 @@ def describe_steps_to_baseline(group, comparison, baselines):
     if baseline is None or group.diverged or not group.finished:
         return cells
     steps = count_steps_to_loss_of(comparison, baseline, group)
-    its_own_steps = count_steps_to_loss_of(comparison, baseline, baseline)
+    steps_of_baseline = count_steps_to_loss_of(comparison, baseline, baseline)
     if not steps:
         return cells
     cells[column] = ", ".join(map(format_number, steps.values()))
@@ -223,7 +223,7 @@ def describe_steps_to_baseline(group, comparison, baselines):
         cells[column] = "not reached"
     total = sum(steps.values())
     if total > 0:
-        cells["times fewer"] = format_number(sum(its_own_steps[seed] for seed in steps) / total)
+        cells["times fewer"] = format_number(sum(steps_of_baseline[seed] for seed in steps) / total)
     return cells
 
 

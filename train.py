@@ -358,7 +358,7 @@ ROW = (
     "lr",  # learning rate of the method; of Gauss-Newton, of its inner optimizer
     "alpha",  # step size of the line search
     "inner_loss",  # mean of what the inner loop lowers, over its inner steps
-    "seconds",  # of the steps, a sum; in the first row of the warm-up, or of loading it
+    "seconds",  # of the steps, a sum; in the first row: of the warm-up, or of loading it
     "refused",  # steps that the line search refused, a sum
     "input_wait",  # seconds that steps waited for a batch, a sum
 )
@@ -552,7 +552,8 @@ def execute(run, corpus, signals):
     with jax.set_mesh(run.mesh):
         run, memory_needed = fit_memory(run, new_state)
     tokens_in_text = None if corpus.meta["later_files"] else corpus.train.tokens_in_windows()
-    kernels, text = choice.forms(run.network), data.describe(corpus.meta)
+    kernels = choice.forms(run.network)
+    text = data.describe(corpus.meta)
     report.print_opening(run, kernels, memory_needed, text, tokens_in_text, begun)
     with jax.set_mesh(run.mesh), signals.deferred():
         rows = train(open_session(run, corpus, signals), state, rows)

@@ -67,7 +67,7 @@ def save(path, tree, shared=False):
     """
 
     def check(draft):
-        if is_damaged(draft):
+        if is_damaged(draft, arrays.keys()):
             raise OSError(f"{path}: what was written is not what is read")
 
     arrays = {}
@@ -83,12 +83,13 @@ def save(path, tree, shared=False):
         write_file(path, lambda f: np.savez(f, **arrays), check)
 
 
-def is_damaged(path):
-    """Whether a zip file is not whole, or has a part with another checksum than it says."""
+def is_damaged(path, names):
+    """Whether an .npz file has not just these arrays, or one with another checksum than it says."""
     try:
         with zipfile.ZipFile(path) as file:
-            return file.testzip() is not None
-    except zipfile.BadZipFile:
+            has_all = {f"{name}.npy" for name in names} == {*file.namelist()}
+            return not has_all or file.testzip() is not None
+    except (OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error):
         return True
 
 
@@ -434,8 +435,9 @@ def hash_of_code():
     contents = []
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).glob("*.py")):
-            if path.stem not in NOT_COUNTED:
-                contents.append([path.name, path.read_text(encoding="utf-8")])
+            is_hidden = path.name.startswith(".")  # such as a link that an editor keeps beside it
+            if path.stem not in NOT_COUNTED and not is_hidden:
+                contents.append([path.name, path.read_bytes().decode(errors="replace")])
     return files.digest(contents)
 
 

@@ -76,10 +76,10 @@ def sync(folder):
 
 
 def check_writable(folder):
-    """Raises OSError if rights forbid a file in a folder, which need not be there yet. Makes none.
+    """Raises OSError if rights, or a file in its place, forbid a folder to have files. Makes none.
 
-    It looks at the folder, or at the nearest one above it that is there. It cannot see a full disk,
-    or a name that is too long.
+    It looks at the folder, or at the nearest place above it that is there. It cannot see a full
+    disk, or a name that is too long.
     """
     nearest = Path(folder).absolute()
     while not os.path.lexists(nearest) and nearest != nearest.parent:

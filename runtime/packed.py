@@ -19,7 +19,7 @@ START = b'{"config":'  # of each line
 
 # Numbers of a row that follow from others: the learning rate from the flags, and the bits per byte
 # from val_loss, by a factor that is the same for all runs on a text.
-DERIVED = ("lr", "val_bpb")
+IMPLIED = ("lr", "val_bpb")
 
 # How many digits are kept of numbers whose names begin so. No more are ever shown of them.
 DIGITS = {"seconds": 3, "joules": 3, "norm_": 3, "inner_loss": 5, "loss_at_": 5}
@@ -119,7 +119,7 @@ def format_line(run):
 def shorten(run):
     """A run without what its rows need not say, and with fewer digits of its numbers.
 
-    Left out are nulls, numbers that are DERIVED, and `refused` where no step was. Numbers keep as
+    Left out are nulls, numbers that are IMPLIED, and `refused` where no step was. Numbers keep as
     many digits as DIGITS says. `input_wait` is rounded to a hundredth of a second.
     """
     rows = []
@@ -136,7 +136,7 @@ def must_be_kept(name, value):
     """Whether a number of a row says what nothing else does."""
     if name == "refused":
         return bool(value)
-    return value is not None and name not in DERIVED
+    return value is not None and name not in IMPLIED
 
 
 def shorten_number(name, value):

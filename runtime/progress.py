@@ -27,7 +27,7 @@ class Progress:
         self.titles = []
         self.read = Counter()  # {stage of the work: inner batches that it has read}
         self.stage = None  # the one that the last bar shows
-        self.compiling_since = None  # when a stage read its first inner batch, if that was the last
+        self.compiling_since = None  # when the newest inner batch was read, if its stage was new
 
     @contextmanager
     def bar(self, title, batches, done=0):

@@ -204,7 +204,7 @@ def print_summary(run, rows):
 
 
 def print_next_commands(folder, runs):
-    """Prints what can be done now: with the run in a folder, and with runs, as a shell has them."""
+    """Prints what can be done now. folder: of a run; runs: folders, quoted for a shell."""
     print(f"figures:  python plot.py {runs}")
     print(f'a sample: python sample.py --out {shlex.quote(folder)} "Once upon a time"')
 

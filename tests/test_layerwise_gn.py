@@ -220,7 +220,7 @@ def test_bad_objective_is_refused():
 def test_a_network_of_ones_own_is_refused():
     """As its layers are not known."""
     with pytest.raises(ValueError, match="knows the layers of model.py only"):
-        config_of(TOY, model=SimpleNamespace()).check()
+        config_of(TOY, model=SimpleNamespace())
 
 
 # ---- what it costs -------------------------------------------------------------------------------

@@ -185,6 +185,11 @@ def test_gauss_newton_beside_its_variants(tmp_path):
     assert axes[0].get_xlabel() == "outer steps"
     several = draw(*runs, Run(tmp_path, "gn", 8192))["methods"].axes
     assert several[0].get_xlabel() == "batch (tokens)"
+    unfinished = Run(tmp_path, "layerwise_gn", speed=0.1).cut(3)
+    gn = [Run(tmp_path, "gn", batch) for batch in (2048, 4096, 8192)]
+    (ax,) = draw(*gn, unfinished)["methods"].axes
+    assert ax.get_xlabel() == "outer steps"  # as it has no final loss
+    assert {*curves(ax)} == {"Gauss-Newton", "layerwise GN"}
 
 
 def test_schedules_show_the_rate_of_each_inner_step(tmp_path):

@@ -86,7 +86,7 @@ def test_a_run_of_train_py_with_the_same_flags_is_not_taken_for_its_own(here):
     """Each has its folder."""
     assert run("--steps", "1") == 0
     assert stand_ins.main([*SMALL, "--data", "text.txt", "--steps", "1"]) == 0
-    (log,) = Path("runs/stand_ins").glob("*/log.jsonl")
+    (log,) = Path("runs_of_stand_ins").glob("*/log.jsonl")
     assert "true_at_1" in log.read_text()
     assert recipe.HOME == "runs"
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from runtime import files
 from text import folders, formats
-from text.formats import READERS, one_or_none, reader, text
+from text.formats import READERS, documents_in, reader, text
 
 C4_TRAIN = 1024  # files of training text in C4 (allenai/c4, en)
 C4_VALIDATION = 8  # files of validation text; one is used, 20M tokens
@@ -164,7 +164,7 @@ def stream(name):
     file = {"train": f"en/{name}"}
     rows = datasets.load_dataset("allenai/c4", data_files=file, split="train", streaming=True)
     for row in rows:
-        yield from one_or_none(row["text"])
+        yield from documents_in(row["text"])
 
 
 @lru_cache(maxsize=1)  # once it has succeeded: an error is not cached

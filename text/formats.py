@@ -23,7 +23,7 @@ from itertools import islice
 from pathlib import Path
 
 PIECE = 4096  # characters of a .txt file after which the next empty line ends a document
-LONGEST = 4 * PIECE  # after so many, the end of its line does; in a longer line, that of a PIECE
+LONGEST = 4 * PIECE  # a longer document ends with its line, or, in a longer line, with a PIECE
 CHUNK = 64  # documents in a list
 BLOCK = 2**18  # bytes of a file that are unzipped at a time
 AHEAD = 8  # blocks that wait to be used, so that the thread that unzips has always something to do
@@ -87,7 +87,7 @@ def text(path):
                 size += len(line)
                 between_paragraphs = size >= PIECE and not line.strip()
                 if is_cut and (between_paragraphs or size >= LONGEST):
-                    yield from one_or_none("".join(document))
+                    yield from documents_in("".join(document))
                     document = []
                     size = 0
     except DAMAGE as error:
@@ -95,7 +95,7 @@ def text(path):
     except UnicodeDecodeError as error:
         where = f"{error.reason} in UTF-8 at {wrong_byte(path)}"
         raise ValueError(f"data {path}: not text: {where}") from None
-    yield from one_or_none("".join(document))
+    yield from documents_in("".join(document))
 
 
 def wrong_byte(path):
@@ -135,11 +135,11 @@ class Lines:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line.decode())
+                row = json.loads(line)
             except (ValueError, RecursionError) as error:
                 reason = f"line {number} is no JSON object: {error}"
                 raise ValueError(f"data {self.path}: {reason}") from None
-            yield from one_or_none_of(row, self.path, f"line {number}")
+            yield from documents_in_row(row, self.path, f"line {number}")
 
 
 def objects(path):
@@ -170,7 +170,7 @@ def array(path):
     if not isinstance(rows, list):
         rows = [rows]
     for number, row in enumerate(rows, 1):
-        yield from one_or_none_of(row, path, f"item {number}")
+        yield from documents_in_row(row, path, f"item {number}")
 
 
 def begins_with_object(path):
@@ -188,10 +188,10 @@ def begins_with_object(path):
     return True
 
 
-def one_or_none_of(row, path, where):
+def documents_in_row(row, path, where):
     """A list of the document that a row holds, or of none if it is blank."""
     try:
-        return one_or_none(row["text"])
+        return documents_in(row["text"])
     except (KeyError, TypeError):
         what = 'no JSON object with a string "text"'
         raise ValueError(f"data {path}: {where} is {what}") from None
@@ -237,7 +237,7 @@ def table(path):
             for batch in file.iter_batches(1000, columns=["text"]):
                 for value in batch["text"].to_pylist():
                     number += 1
-                    yield from one_or_none(value)
+                    yield from documents_in(value)
     except TypeError as error:
         raise no_table(path, f"row {number}: {error}") from None
     except (pyarrow.ArrowException, KeyError, UnicodeDecodeError, OSError) as error:
@@ -257,7 +257,7 @@ def no_table(path, reason):
 # ---- all of them ---------------------------------------------------------------------------------
 
 
-def one_or_none(value):
+def documents_in(value):
     """A list of one document, or of none if it is blank. Raises TypeError if it is no str.
 
     What UTF-8 cannot hold becomes "?", and the zero byte, which may end a document, a blank.

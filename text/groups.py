@@ -18,6 +18,7 @@ import io
 import multiprocessing
 import os
 import shutil
+import threading
 import time
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
@@ -97,8 +98,8 @@ def divide(sources):
 def folder_name(corpus, sources, tokenizer):
     """A name for the folder of token files.
 
-    It is another one if the files, the tokenizer, or one of the two constants in it is another. An
-    edit of the code that makes ids does not change it.
+    It is another one if the files, the tokenizer, HELD_OUT or PIECE is another. An edit of the code
+    that makes ids does not change it.
     """
     text = [[source.name, source.stamp, source.held_out] for source in sources]
     shape = [token_files.HELD_OUT, formats.PIECE]
@@ -137,7 +138,9 @@ class Text:
         self.arrays = {}  # {number of a group: its ids}
         self.hashes = {}  # {number of a group that was asked for: the sha256 of its ids}
         self.makers = {}  # {number of a group: the Maker that works on it}
+        self.errors = {}  # {number of a group: why it could not be made}
         self.closed = False
+        self.starting = threading.Lock()  # so that nothing starts while the text is closed
 
     def __len__(self):
         return len(self.groups)
@@ -241,34 +244,44 @@ class Text:
         """Has a group made by another process, if it will be read and is not made yet."""
         if group == len(self.groups) or group in self.arrays or not self.makes or self.closed:
             return
-        shards = self.groups[group]
         is_read = self.tokens_in_windows() < self.later
-        if is_read and not are_finished(self.home, shards):
-            self.makers[group] = Maker(self, shards)
+        if is_read and not are_finished(self.home, self.groups[group]):
+            self.start_maker(group)
+
+    def start_maker(self, group):
+        """Starts the Maker of a group, if there is none. Raises OSError if the text is closed."""
+        with self.starting:
+            if self.closed:
+                raise OSError("the text was closed")
+            if group not in self.makers:
+                self.makers[group] = Maker(self, self.groups[group])
 
     def wait_for(self, group):
         """Waits until a group is made, by a Maker or by the process that makes groups."""
+        if group in self.errors:
+            raise self.errors[group]
         shards = self.groups[group]
         counts = intact_counts_of(self.home, shards)
-        if counts is None and self.makes and not self.closed:
-            if group not in self.makers:
-                self.makers[group] = Maker(self, shards)
+        if counts is None and self.makes:
+            self.start_maker(group)
             try:
                 self.makers[group].wait()
-            finally:
-                self.makers.pop(group)  # one that has failed is not asked again
+            except (BadInput, OSError) as error:
+                self.errors[group] = error
+                raise
             counts = intact_counts_of(self.home, shards)
         while counts is None:
             if self.closed:
                 raise OSError("the text was closed")
             time.sleep(PAUSE)
             counts = intact_counts_of(self.home, shards)
-        self.makers.pop(group, None)  # its work may have been done when it was asked for
+        self.makers.pop(group, None)
         self.add(group, counts)
 
     def close(self):
         """Ends the processes that still make groups. What they have done is kept."""
-        self.closed = True
+        with self.starting:
+            self.closed = True
         for maker in list(self.makers.values()):
             maker.stop()
 

@@ -441,13 +441,21 @@ def test_a_save_that_reads_back_wrong_leaves_the_one_before(here, capsys, monkey
     assert not list(Path("r").glob("*draft*"))
 
 
-def test_a_draft_that_was_cut_short_is_damaged(tmp_path):
-    """An interrupted copy is no zip file at all, as the table of its parts is at its end."""
-    checkpoint.save(tmp_path / "a.npz", {"x": jnp.arange(1000)})
-    content = (tmp_path / "a.npz").read_bytes()
-    assert not checkpoint.is_damaged(tmp_path / "a.npz")
-    (tmp_path / "a.npz").write_bytes(content[:-30])
-    assert checkpoint.is_damaged(tmp_path / "a.npz")
+def test_whatever_is_damaged_in_a_draft_is_noticed(tmp_path):
+    """Cut short, as by a full disk, or with a bit that flipped: unless it is read as it was."""
+    path = tmp_path / "a.npz"
+    checkpoint.save(path, {"x": jnp.arange(20), "y": jnp.zeros(3)})
+    whole = checkpoint.read_arrays(path)
+    content = path.read_bytes()
+    assert not checkpoint.is_damaged(path, whole)
+    path.write_bytes(content[:-30])
+    assert checkpoint.is_damaged(path, whole)
+    for bit in range(0, 8 * len(content), 7):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        if not checkpoint.is_damaged(path, whole):
+            assert_same(checkpoint.read_arrays(path), whole)
 
 
 def test_numbers_that_a_checkpoint_cannot_hold_are_refused_when_they_are_saved(tmp_path):
