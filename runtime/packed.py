@@ -2,8 +2,8 @@
 
     {"config": {..}, "about": {..}, "columns": {"step": [0, 1, ..], "val_loss": [2.37, 2.29, ..]}}
 
-config and about are what config.json of the run's folder holds. Of the text's path only the last
-part is kept. columns are the rows of its log.jsonl, with fewer digits of each number, as `shorten`
+config and about are what config.json of the run's folder holds, but for what `shorten` leaves out.
+Of the text's path only the last part is kept. columns are the rows of its log.jsonl, with fewer digits of each number, as `shorten`
 says. Each name stands there once, and not in every row, which halves the file. What a row lacks is
 null.
 """
@@ -20,6 +20,14 @@ START = b'{"config":'  # of each line
 # Numbers of a row that follow from others: the learning rate from the flags, and the bits per byte
 # from val_loss, by a factor that is the same for all runs on a text.
 IMPLIED = ("lr", "val_bpb")
+
+# What `about` says of JAX's own settings where nobody has changed one.
+USUAL_SETTINGS = {
+    "jax_enable_x64": False,
+    "jax_default_matmul_precision": None,
+    "jax_default_prng_impl": "threefry2x32",
+    "jax_threefry_partitionable": True,
+}
 
 # How many digits are kept of numbers whose names begin so. No more are ever shown of them.
 DIGITS = {"seconds": 3, "joules": 3, "norm_": 3, "inner_loss": 5, "loss_at_": 5}
@@ -117,11 +125,15 @@ def format_line(run):
 
 
 def shorten(run):
-    """A run without what its rows need not say, and with fewer digits of its numbers.
+    """A run without what it need not say, and with fewer digits of its numbers.
 
     Left out are nulls, numbers that are IMPLIED, and `refused` where no step was. Numbers keep as
-    many digits as DIGITS says. `input_wait` is rounded to a hundredth of a second.
+    many digits as DIGITS says. `input_wait` is rounded to a hundredth of a second. Of `about`, the
+    USUAL_SETTINGS are left out.
     """
+    about = dict(run["about"])
+    if about.get("jax_settings") == USUAL_SETTINGS:
+        del about["jax_settings"]
     rows = []
     for row in run["rows"]:
         kept = {}
@@ -129,7 +141,7 @@ def shorten(run):
             if must_be_kept(name, value):
                 kept[name] = shorten_number(name, value)
         rows.append(kept)
-    return run | {"rows": rows}
+    return run | {"about": about, "rows": rows}
 
 
 def must_be_kept(name, value):

@@ -716,6 +716,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("pages.py", "the second table of a page is put in a wrong place", "for mark in reversed(find_marks(text)):", "for mark in find_marks(text):"),
     ("plot.py", "pages of results that are not given change", "        if (pages.ROOT / file).resolve() in given:\n", "        if given:\n"),
     ("runtime/packed.py", "a path of this machine is published", 'config = saved["config"] | {"data": text}', 'config = saved["config"]'),
+    ("runtime/packed.py", "settings that were changed are forgotten", 'if about.get("jax_settings") == USUAL_SETTINGS:', 'if "jax_settings" in about:'),
     ("runtime/packed.py", "what a file has is lost", "        kept = [shorten(run) for run in read(path)]\n", "        kept = []\n"),
     ("experiments.py", "a run is made again on another machine", "        if not any(is_same(saved, job.run) for saved in ended):\n", "        if True:\n"),
     ("experiments.py", "a run that was stopped counts as made", "    if not has_ended(saved):\n", '    if not saved["rows"]:\n'),

@@ -1,9 +1,17 @@
 """A log is laid out in columns, and comes back as it was."""
 
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+from conftest import AS_A_USER
 from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime import packed
+
+ROOT = Path(__file__).parents[2]
 
 NAMES = ["step", "tokens", "val_loss", "alpha", "loss_at_0.25", "diverged"]
 NUMBERS = st.one_of(st.integers(0, 10**9), st.floats(allow_nan=False), st.booleans())
@@ -34,6 +42,18 @@ def test_a_packed_run_does_not_say_what_its_rows_need_not_say():
     rows += [{"refused": 2, "input_wait": 12.3456, "lr": 0.1}]
     packed_run = packed.shorten({"config": {}, "about": {}, "rows": rows})
     assert packed_run["rows"] == [{"input_wait": 0.04}, {"refused": 2, "input_wait": 12.35}]
+
+
+def test_a_packed_run_says_which_settings_of_jax_were_changed():
+    """The others are those that JAX has by itself, in a new process."""
+    script = "from runtime import checkpoint; print(checkpoint.jax_settings())"
+    command = [sys.executable, "-c", script]
+    usual = subprocess.run(command, env=AS_A_USER, cwd=ROOT, capture_output=True, text=True)
+    assert ast.literal_eval(usual.stdout) == packed.USUAL_SETTINGS
+    changed = packed.USUAL_SETTINGS | {"jax_enable_x64": True}
+    for settings, kept in ((packed.USUAL_SETTINGS, {}), (changed, {"jax_settings": changed})):
+        run = {"config": {}, "about": {"jax_settings": settings}, "rows": []}
+        assert packed.shorten(run)["about"] == kept
 
 
 def test_a_run_of_a_file_that_has_more_digits_is_not_added_again(tmp_path):
