@@ -3,9 +3,9 @@
     {"config": {..}, "about": {..}, "columns": {"step": [0, 1, ..], "val_loss": [2.37, 2.29, ..]}}
 
 config and about are what config.json of the run's folder holds, but for what `shorten` leaves out.
-Of the text's path only the last part is kept. columns are the rows of its log.jsonl, with fewer digits of each number, as `shorten`
-says. Each name stands there once, and not in every row, which halves the file. What a row lacks is
-null.
+Of the text's path only the last part is kept. columns are the rows of its log.jsonl, with fewer
+digits of each number, as `shorten` says. Each name stands there once, and not in every row, which
+halves the file. What a row lacks is null.
 """
 
 import itertools
