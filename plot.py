@@ -710,7 +710,7 @@ def save(figures, tables, folder):
 
 def write_text(path, text):
     """Writes a file, and prints its path."""
-    files.write_file(path, lambda file: file.write(text.encode()))
+    files.write_text(path, text)
     print(path)
 
 

@@ -46,8 +46,9 @@ def write_file(path, write, check=None):
 
 
 def write_text(path, text):
-    """`write_file` of a text."""
-    write_file(path, lambda file: file.write(text.encode()))
+    """files.write_text in the first process; the others do nothing."""
+    if jax.process_index() == 0:
+        files.write_text(path, text)
 
 
 def remove(path):

@@ -64,6 +64,11 @@ def write_file(path, write, check=None):
         sync(draft.parent)
 
 
+def write_text(path, text):
+    """`write_file` of a text, in UTF-8."""
+    write_file(path, lambda file: file.write(text.encode()))
+
+
 def sync(folder):
     """Makes sure that the names of the files in a folder are on disk, after a rename."""
     if os.name == "nt":

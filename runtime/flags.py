@@ -118,7 +118,8 @@ def check_range(config, names, least=None, above=None, below=None, most=None):
         ("at most", operator.le, most),
     ]
     limits = [row for row in limits if row[2] is not None]
-    required = " and ".join(f"{words} {readable(limit)}" for words, _, limit in limits)
+    in_words = [f"{words} {readable(limit)}" for words, _, limit in limits]
+    required = " and ".join(in_words)
     if required == "above 0":
         required = "a positive number"
 

@@ -114,7 +114,7 @@ def add(path, runs):
             if run not in kept:
                 kept.append(run)
         text = "".join(map(format_line, kept))
-        files.write_file(path, lambda file: file.write(text.encode()))
+        files.write_text(path, text)
     return len(kept) - before
 
 

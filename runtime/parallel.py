@@ -385,7 +385,8 @@ def first(work, folder):
         return work()
     drawn = np.int32(secrets.randbits(31))  # so that files of a run that was killed do not count
     run_id = int(multihost_utils.broadcast_one_to_all(drawn))
-    done = [Path(folder) / f"done-{run_id}-{i}" for i in range(jax.process_count())]
+    names = [f"done-{run_id}-{i}" for i in range(jax.process_count())]
+    done = [Path(folder) / name for name in names]
     if jax.process_index() > 0:
         wait_for(done[:1])
     try:

@@ -124,7 +124,8 @@ def changes(run):
             continue
         reason = REASONS.get(name, "other flags decide").format(inner_tokens=run.inner_tokens)
         became = "has no effect" if value is None else f"became {readable(value)}"
-        lines.append(f"{flag_of(name)} {readable(asked)} {became}, as {reason}")
+        given = f"{flag_of(name)} {readable(asked)}"
+        lines.append(f"{given} {became}, as {reason}")
     return lines
 
 

@@ -51,6 +51,15 @@ def steps_by_seed(file, seeds, target, **flags):
     return [run["rows"][-1]["step"] for run in runs]
 
 
+def table_of(rows, columns):
+    """The rows of a log as lines of a table, one for each of columns: {what it is called: name}."""
+    lines = []
+    for words, name in columns.items():
+        cells = [f"{row[name]:.2f}" for row in rows]
+        lines.append(f"| {words} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def was_refused(run):
     """Whether a step of a run was refused."""
     return any(row.get("alpha") == 0 for row in run["rows"])

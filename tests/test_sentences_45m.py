@@ -8,6 +8,7 @@ from sentences import (
     runs_of,
     steps_by_seed,
     sum_of_steps,
+    table_of,
     the_run_of,
     words_of,
 )
@@ -255,8 +256,7 @@ def test_the_stand_ins_are_as_wrong_at_45m_as_is_said():
         "L1 at θ": "linearized_at_1",
         "L at θ": "true_at_1",
     }
-    for name, column in columns.items():
-        assert f"| {name} | {' | '.join(f'{row[column]:.2f}' for row in rows)} |" in text
+    assert table_of(rows, columns) in text
     is_above = [row["quadratic_at_1"] > row["loss_at_0"] for row in rows]
     assert is_above == 6 * [True] + 4 * [False]  # "the first six loops overshoot"
     gains = [row["loss_at_0"] - row["quadratic_at_0.5"] for row in rows]

@@ -13,6 +13,7 @@ from sentences import (
     runs_of,
     steps_by_seed,
     sum_of_steps,
+    table_of,
     the_run_of,
     was_refused,
     words_of,
@@ -335,8 +336,7 @@ def test_the_stand_ins_are_as_wrong_at_5m_as_is_said():
         "L1 at its end": "linearized_at_1",
         "L at its end": "true_at_1",
     }
-    for name, column in columns.items():
-        assert f"| {name} | {' | '.join(f'{row[column]:.2f}' for row in rows)} |" in text
+    assert table_of(rows, columns) in text
 
     expansion, network = errors_at_5m(lr=0.003, **short)
     both = [f"{errors[4]:.1f} and {errors[5]:.1f}" for errors in (expansion, network)]

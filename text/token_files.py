@@ -37,7 +37,7 @@ import numpy as np
 from tqdm import tqdm
 
 from runtime.command import check_stopped
-from runtime.files import UNREADABLE, digest, locked, named, write_file
+from runtime.files import UNREADABLE, digest, locked, named, write_text
 from text.encoding import ALL, NONE, SIDES, encode, hashes
 
 COUNTS = (  # of a shard, for each side
@@ -263,8 +263,7 @@ class Holdout:
 
 def record(path, counts):
     """Writes counts, with a hash of them."""
-    content = json.dumps(counts | {"check": digest(counts)})
-    write_file(path, lambda file: file.write(content.encode()))
+    write_text(path, json.dumps(counts | {"check": digest(counts)}))
 
 
 def read(path):

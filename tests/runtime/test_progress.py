@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 from conftest import rows, run
@@ -26,6 +27,14 @@ def open_terminal(monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream)  # no fixture, as pytest sets it before each test
     monkeypatch.setenv("COLUMNS", "100")
     return stream
+
+
+def set_clock(monkeypatch, now):
+    """A clock that stands still: `now` of what is returned is the time, in seconds."""
+    clock = SimpleNamespace(now=now)
+    monkeypatch.setattr("tqdm.std.time", lambda: clock.now)
+    monkeypatch.setattr(progress.time, "time", lambda: clock.now)
+    return clock
 
 
 def screens(stream):
@@ -50,16 +59,14 @@ def test_a_bar_says_what_is_done_now_and_that_it_compiles(here, monkeypatch):
 def test_the_clock_of_a_bar_does_not_count_the_compilation(monkeypatch):
     """100 s of compilation and then a second for each inner batch are 1 s an inner batch."""
     open_terminal(monkeypatch)
-    now = 0.0
-    monkeypatch.setattr("tqdm.std.time", lambda: now)
-    monkeypatch.setattr(progress.time, "time", lambda: now)
+    clock = set_clock(monkeypatch, 0.0)
     shown = progress.Progress(inner_tokens=64)
     with shown.bar("step 1", 10):
         shown.advance("inner batches")
-        now += 100
+        clock.now += 100
         for _ in range(5):
             shown.advance("inner batches")
-            now += 1
+            clock.now += 1
         (bar,) = shown.bars
         assert bar.n == 6 * 64
         assert bar.format_dict["elapsed"] == pytest.approx(5)
@@ -68,17 +75,15 @@ def test_the_clock_of_a_bar_does_not_count_the_compilation(monkeypatch):
 def test_a_stage_that_comes_between_takes_no_time_of_another(monkeypatch):
     """An evaluation of one inner batch, between many inner batches of a second each."""
     open_terminal(monkeypatch)
-    now = 0.0
-    monkeypatch.setattr("tqdm.std.time", lambda: now)
-    monkeypatch.setattr(progress.time, "time", lambda: now)
+    clock = set_clock(monkeypatch, 0.0)
     shown = progress.Progress(inner_tokens=64)
     with shown.bar("gn", None):
         for _ in range(2):
             shown.show("evaluation")  # the first time, it is compiled
-            now += 100
+            clock.now += 100
             for number in range(10):
                 shown.advance("inner batches")
-                now += 50 if number == 0 else 1
+                clock.now += 50 if number == 0 else 1
         (bar,) = shown.bars
         # The compilations are left out, and nothing else.
         assert bar.format_dict["elapsed"] == pytest.approx(9 + 100 + 50 + 9)
@@ -131,16 +136,14 @@ def test_without_a_terminal_a_long_run_says_a_line_every_minute(here, capsys, mo
 
 def test_a_line_comes_every_minute_and_not_more_often(monkeypatch, capsys):
     """Without a terminal, at an inner batch a second; tqdm would look after ten seconds, too."""
-    now = 1000.0
-    monkeypatch.setattr("tqdm.std.time", lambda: now)
-    monkeypatch.setattr(progress.time, "time", lambda: now)
+    clock = set_clock(monkeypatch, 1000.0)
     shown = progress.Progress(inner_tokens=64)
     with shown.bar("gn", 1000):
         for _ in range(200):
             shown.advance("inner batches")
-            now += 1
+            clock.now += 1
             for bar in shown.bars:
-                if bar.miniters > 1 and now - bar.last_print_t >= bar.maxinterval:
+                if bar.miniters > 1 and clock.now - bar.last_print_t >= bar.maxinterval:
                     bar.refresh()  # as tqdm's own thread does
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3
