@@ -3,8 +3,8 @@
 A run first warms up: AdamW takes steps on the first tokens, the same for all methods (Section 5).
 Then its method takes outer steps. An outer step reads one batch, in parts that are called inner
 batches. With Gauss-Newton it is Algorithm 1; with AdamW, Muon and SOAP it is one update. Now and
-then the run evaluates the model on held-out text, logs a row and saves its state. The text is
-tokenized while the run reads it.
+then the run evaluates the model on held-out text, and logs a row. The text is tokenized while the
+run reads it.
 
 Every batch is a function of seed and step. So a run that was stopped resumes with the same command
 as if it had never been stopped. With more --steps, a finished run goes on from its end, if its
@@ -261,6 +261,7 @@ def train(session, state, rows):
                 record(session, state, t, metrics, rows)
                 metrics = {}
             if last or reached(config.target_loss, rows):
+                session.saver.save()
                 break
             start = time.perf_counter()
             state, metrics = outer_step(session, state, t, metrics)
@@ -333,14 +334,14 @@ class Meters(NamedTuple):
 
 
 def record(session, state, t, metrics, rows):
-    """Evaluates the state before outer step t, adds a row to the log, and saves the state."""
+    """Evaluates the state before outer step t and adds a row to the log. May save the state."""
     val_loss = evaluate(session, optimizers.weights(state))
     if not math.isfinite(val_loss):
         what = f"the loss is {val_loss} at outer step {t}; the last save is kept"
         give_up(session.run, rows, t, f"{what}; try {report.smaller_steps(session.run)}")
     rows.append(log_row(session, state, t, val_loss, metrics))
     checkpoint.write_log(session.run.config.out, rows)
-    session.saver.save(state)
+    session.saver.after_outer_step(state)
     session.progress.write(report.table_row(rows[-1]))
     session.ahead.waited = 0.0
 

@@ -19,6 +19,7 @@ import pytest
 
 import model
 import train
+from runtime import live
 
 # The environment of a command that a test starts.
 AS_A_USER = os.environ | {"JAX_PLATFORMS": "cpu"}
@@ -174,7 +175,11 @@ SEARCH = ("gn", "layerwise_gn", "gn_cg")  # the methods with a line search by de
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """An empty working directory with a short English-looking text in it."""
+    """An empty working directory with a short English-looking text in it.
+
+    A run saves its state with each row of its log there, however long that takes.
+    """
+    monkeypatch.setattr(live.Saver, "SHARE", 1e9)
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
     words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "dogs"]

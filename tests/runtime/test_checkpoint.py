@@ -502,8 +502,11 @@ def test_on_a_full_disk_a_run_ends_with_one_line_and_goes_on_when_there_is_room(
     assert not list(here.rglob("*draft*"))
 
 
-def test_it_is_saved_inside_an_outer_step_when_minutes_have_passed(here, monkeypatch):
-    """With --save-every almost nothing, after each inner step; with an hour only at evaluations."""
+def test_when_a_state_is_saved(here, monkeypatch):
+    """With --save-every almost nothing, after each inner step; with an hour, between outer steps.
+
+    There it is saved if that costs little time, and at the end.
+    """
     original, saved = checkpoint.save_state, []
     monkeypatch.setattr(
         checkpoint, "save_state", lambda f, s: saved.append((int(s.t), int(s.k))) or original(f, s)
@@ -514,7 +517,49 @@ def test_it_is_saved_inside_an_outer_step_when_minutes_have_passed(here, monkeyp
     saved.clear()
     assert run("--method", "gn", "--out", "seldom", "--save-every", "60") == 0
     assert saved == [(t, 0) for t in range(4)]
+    saved.clear()
+    monkeypatch.setattr(live.Saver, "SHARE", 0)  # as if a save took for ever
+    assert run("--method", "gn", "--out", "twice", "--save-every", "60") == 0
+    assert saved == [(0, 0), (3, 0)]
+    saved.clear()
+    assert run("--method", "gn", "--out", "twice", "--save-every", "60") == 0
+    assert not saved  # the disk has it
     assert_same_run("often", "seldom")
+    assert_same_run("often", "twice")
+
+
+def test_saves_between_outer_steps_take_a_twentieth_of_the_time(monkeypatch):
+    """A save takes 2 s here, and an outer step 3 s: one save in 14 steps."""
+    now, saved = 0.0, []
+
+    def write(state):
+        nonlocal now
+        now += 2
+        saved.append(state)
+
+    monkeypatch.setattr(live.time, "monotonic", lambda: now)
+    saver = live.Saver(write, minutes=60)
+    for t in range(40):
+        saver.after_outer_step(t)
+        assert saver.newest in (t, None)  # for a signal that comes in the next outer step
+        now += 3
+    assert saved == [0, 14, 28]
+    saver.save()
+    saver.save()
+    assert saved == [0, 14, 28, 39]
+
+
+@pytest.mark.parametrize("method", list(recipe.METHODS))
+def test_a_signal_after_a_row_that_is_not_saved_loses_nothing(here, monkeypatch, method):
+    """Before the first inner batch of an outer step, the newest state is that of the row."""
+    monkeypatch.setattr(live.Saver, "SHARE", 0)
+    assert run("--method", method, "--out", "whole") == 0
+    with signal_at(2, checkpoint, "write_log"):  # of the row of step 2
+        assert run("--method", method, "--out", "r") == 143
+    state = everything("r")
+    assert (state[".t"], state[".k"]) == (2, 0)
+    assert run("--method", method, "--out", "r") == 0
+    assert_same_run("r", "whole")
 
 
 def test_a_folder_that_is_in_use_is_refused(here, capsys):
