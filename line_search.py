@@ -152,35 +152,46 @@ def line_search(theta0, theta, fresh, config):
     k < fresh_batches: an inner batch of fresh tokens, int32 [B, T+1].
     """
     alphas = config.step_sizes
-    losses = np.full((config.fresh_batches, len(alphas)), np.nan)  # nan: not measured
-    running = list(range(len(alphas)))  # the columns whose α have not dropped out
-    read = 0
-    while read < config.fresh_batches:
-        tokens = fresh(read)
-        measured = [loss_at(theta0, theta, alphas[i], tokens, config) for i in running]
-        losses[read, running] = jax.device_get(measured)
-        read += 1
-        if config.race:
-            running = still_running(losses[:read], running)
-            if len(running) == 1:
-                break
 
-    losses = losses[:read]
-    means = losses[:, running].mean(axis=0)
-    best = running[means.argmin()]  # the first of equals: θ_t stays
+    def measure(k, running):
+        tokens = fresh(k)
+        losses = [loss_at(theta0, theta, alphas[i], tokens, config) for i in running]
+        return jax.device_get(losses)
+
+    losses, best = race(measure, config.fresh_batches, len(alphas), config.race)
     names = [name_of(alpha) for alpha in alphas]
     by_name = dict(zip(names, estimate(losses, best), strict=True))
-    return alphas[best], by_name, read
+    return alphas[best], by_name, len(losses)
+
+
+def race(measure, n_batches, n_alphas, drops):
+    """The losses that were measured, [n, A], nan where none was; and the column of the best α.
+
+    measure(k, running): the losses on inner batch k < n_batches, one for each of the columns
+    `running`, those whose α have not dropped out; drops: whether any does.
+    """
+    losses = np.full((n_batches, n_alphas), np.nan)
+    running = list(range(n_alphas))
+    for k in range(n_batches):
+        losses[k, running] = measure(k, running)
+        if drops:
+            running = still_running(losses[: k + 1], running)
+            if len(running) == 1:
+                break
+    losses = losses[: k + 1]
+    means = losses[:, running].mean(axis=0)
+    return losses, running[means.argmin()]  # the first of equals: θ_t stays
 
 
 def still_running(losses, running):
-    """Those of the columns `running` whose α may still be the best; the first if none is finite.
+    """Those of the columns `running` whose α may still be the best.
 
-    losses: [n, A], a row for each inner batch so far, a column for each α.
+    losses: [n, A], a row for each inner batch so far, a column for each α. If none of those that
+    run is finite, it is the first column of all: θ_t, where there is a guard.
     """
     finite = [i for i in running if np.isfinite(losses[:, i]).all()]
     if not finite:
-        return running[:1]
+        return [0]
     n = len(losses)
     if n < FIRST_LOOK:
         return finite
@@ -194,14 +205,16 @@ def still_running(losses, running):
 
 
 def estimate(losses, best):
-    """The mean loss at each α over all inner batches that were read, [A]; nan if all are infinite.
+    """The mean loss at each α over all inner batches that were read, [A]; inf where one was.
 
     losses: [n, A], nan where none was measured; best: the column of the best α. An α that dropped
-    out has the best one's mean, plus how far it was behind while it ran. (It may have been ahead:
+    out has the best one's mean, plus how far it was behind while both ran. (It may have been ahead:
     the best of a race need not be the best of its first batches.)
     """
     was_measured = ~np.isnan(losses)
+    both_were = was_measured & was_measured[:, [best]]
     with np.errstate(invalid="ignore"):  # inf - inf, where no α is any good
         behind = losses - losses[:, [best]]
-        mean_behind = behind.sum(axis=0, where=was_measured) / was_measured.sum(axis=0)
-        return losses[:, best].mean() + mean_behind
+        mean_behind = behind.sum(axis=0, where=both_were) / both_were.sum(axis=0)
+    mean = losses[was_measured[:, best], best].mean() + mean_behind
+    return np.where(np.isinf(losses).any(axis=0), np.inf, mean)

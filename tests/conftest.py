@@ -137,7 +137,7 @@ def random_tokens(config, size, seed=0):
     return np.random.default_rng(seed).integers(0, config.vocab_size, shape).astype(np.int32)
 
 
-def many(network, size=2):
+def batches_and_fresh(network, size=2):
     """Two functions k -> inner batch: the batch and fresh tokens."""
 
     def batches(k):
@@ -155,7 +155,7 @@ def logits(config, params, tokens):
     return model.hidden(config, params, tokens[:, :-1]) @ params["head"]
 
 
-def kept(tree):
+def copied(tree):
     """A copy: a step writes its result where its state lay."""
     return jax.tree.map(jnp.copy, tree)
 

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TOY, assert_same, kept, many, random_params, random_tokens
-from test_gn import add, close, flat, half_cosine, sizes
+from conftest import TOY, assert_same, batches_and_fresh, copied, random_params, random_tokens
+from test_gn import half_cosine, sizes
+from trees import add, close, flat
 
 import baselines
 import optimizers
@@ -84,7 +85,7 @@ def test_update_is_the_step_written_out(cls, float64):
         move, opt = make(lr).update(grad, opt, theta)
         return add(theta, move), opt
 
-    batches, _ = many(TOY)
+    batches, _ = batches_and_fresh(TOY)
     theta = random_params(TOY)
     opt = make(0.0).init(theta)
     state = baselines.init(theta, config)
@@ -171,17 +172,17 @@ def test_fault_7_a_baselines_average_is_over_updates_not_inner_batches(cls, floa
     """After n steps: τⁿ θ_0 + (1 - τ) Σ τⁿ⁻ⁱ θ_i. It is evaluated, and θ goes on without it."""
     unique = UNIQUE.get(cls, {})
     config, plain_config = config_of(cls, average=0.6, **unique), config_of(cls, **unique)
-    batches, _ = many(TOY)
+    batches, _ = batches_and_fresh(TOY)
     state = baselines.init(random_params(TOY), config)
     plain = baselines.init(random_params(TOY), plain_config)
     assert plain.average is None
-    thetas = [kept(state.params)]
+    thetas = [copied(state.params)]
     for _ in range(3):
         state, _ = baselines.update(state, batches, None, config)
         plain, _ = baselines.update(plain, batches, None, plain_config)
         close(state.params, plain.params, 1e-6)
         assert optimizers.weights(plain) is plain.params
-        thetas.append(kept(state.params))
+        thetas.append(copied(state.params))
     expected = jax.tree.map(lambda a: 0.6**3 * a, thetas[0])
     for i in (1, 2, 3):
         expected = add(expected, thetas[i], 0.4 * 0.6 ** (3 - i))
@@ -194,11 +195,11 @@ def test_fault_7_a_baselines_average_is_over_updates_not_inner_batches(cls, floa
 @pytest.mark.parametrize("cls", ALL)
 def test_same_batches_twice_and_stopped_in_between_are_bitwise_the_same(cls):
     config = config_of(cls)
-    batches, _ = many(TOY)
+    batches, _ = batches_and_fresh(TOY)
     seen = []
 
     def watch(state):
-        seen.append(kept(state))
+        seen.append(copied(state))
 
     def start():
         return baselines.init(random_params(TOY), config)
@@ -229,7 +230,7 @@ def test_one_compiled_step_serves_every_update_and_every_float(monkeypatch):
     floats = [field.name for field in dataclasses.fields(first) if field.type is float]
     assert set(floats) >= {"lr", "warmup", "weight_decay", "average", "clip", "b1", "b2"}
     second = dataclasses.replace(first, **{name: getattr(first, name) / 2 for name in floats})
-    batches, _ = many(TOY)
+    batches, _ = batches_and_fresh(TOY)
     for config in (first, first, second):
         state, _ = baselines.update(state, batches, None, config)
         assert isinstance(state.k, np.int32)

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import assert_same, many, random_params
-from test_gn import GRID, ONE, close, dense, flat, losses_by_hand, norms_by_hand
+from conftest import assert_same, batches_and_fresh, random_params
+from test_gn import GRID, ONE, dense, losses_by_hand, norms_by_hand
 from test_layerwise_gn import diagonal_blocks
+from trees import close, flat
 
 import gn
 import gn_cg
@@ -37,7 +38,7 @@ def dense_step(g, G, damping):
 def test_update_is_the_dense_solve(float64, damping):
     """θ_{t+1} = θ_t - α (G + λI)⁻¹ g, α being the best of the grid or 0; and what is logged."""
     config = config_of(damping=damping)
-    params, (batches, fresh) = random_params(ONE), many(ONE)
+    params, (batches, fresh) = random_params(ONE), batches_and_fresh(ONE)
     true = dense_of_batch(params, batches)
     step = dense_step(true.g, true.G, damping)
     solved = []
@@ -73,7 +74,7 @@ def test_update_is_the_dense_solve(float64, damping):
 def test_solves_with_the_diagonal_blocks_for_layerwise(float64):
     """With layerwise_gn's gradient: δ = -(blockdiag(G) + λI)⁻¹ g."""
     config = config_of(damping=0.1)
-    params, (batches, _) = random_params(ONE), many(ONE)
+    params, (batches, _) = random_params(ONE), batches_and_fresh(ONE)
     start = gn_cg.init(params, config)
     state = gn_cg.solve(start, batches, config, layerwise_gn.value_and_grad)
     true = dense_of_batch(params, batches)
@@ -84,7 +85,7 @@ def test_solves_with_the_diagonal_blocks_for_layerwise(float64):
 def test_one_step_of_conjugate_gradients_is_steepest_descent(float64):
     """cg_steps = 1: δ = -(g·g / g·(G + λI) g) g."""
     config = config_of(cg_steps=1, damping=0.1, line_search=0)
-    params, (batches, _) = random_params(ONE), many(ONE)
+    params, (batches, _) = random_params(ONE), batches_and_fresh(ONE)
     state = gn_cg.solve(gn_cg.init(params, config), batches, config)
     _, g, G = dense_of_batch(params, batches)
     step = -(g @ g) / (g @ G @ g + 0.1 * g @ g) * g
@@ -94,7 +95,7 @@ def test_one_step_of_conjugate_gradients_is_steepest_descent(float64):
 def test_without_line_search_the_step_is_taken_whole_and_a_stopped_one_resumes_bitwise(float64):
     """The State after the solve is all there is: the batch is not read again, nor solved for."""
     config = config_of(cg_steps=1, damping=0.1, line_search=0)
-    params, (batches, _) = random_params(ONE), many(ONE)
+    params, (batches, _) = random_params(ONE), batches_and_fresh(ONE)
     seen = []
     whole = gn_cg.update(gn_cg.init(params, config), batches, None, config, seen.append)
     state, metrics = whole

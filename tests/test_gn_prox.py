@@ -11,19 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TOY, kept, many, random_params, random_tokens
+from conftest import TOY, batches_and_fresh, copied, random_params, random_tokens
 from jax.flatten_util import ravel_pytree
-from test_gn import (
-    ONE,
-    add,
-    assert_rounds_no_more_than_plain_bfloat16,
-    assert_update_is_by_hand,
-    change_of,
-    close,
-    flat,
-    hand_settings,
-    logits_and_jacobian,
-)
+from test_gn import ONE, assert_update_is_by_hand, hand_settings, logits_and_jacobian
+from trees import add, change_of, close, flat
 
 import gn
 import gn_prox
@@ -86,12 +77,12 @@ def test_update_is_algorithm_2_written_out(float64):
 def test_what_is_evaluated_is_the_average_of_the_inner_iterates(float64):
     """After n inner steps, of two outer ones: τⁿ θ_0 + (1 - τ) Σ τⁿ⁻ⁱ θ_i."""
     config = hand_settings(gn_prox.Config, average=0.7)
-    batches, _ = many(ONE)
+    batches, _ = batches_and_fresh(ONE)
     state = gn_prox.init(random_params(ONE), config)
-    iterates = [kept(state.theta)]
+    iterates = [copied(state.theta)]
 
     def watch(state):
-        iterates.append(kept(state.theta))
+        iterates.append(copied(state.theta))
 
     for _ in range(2):
         state, _ = gn_prox.update(state, batches, None, config, watch)
@@ -110,10 +101,6 @@ def test_defaults_are_the_papers():
     assert (config.line_search, config.average, config.fresh_batches) == (0, 0.999, 0)
     searching = config_of(TOY, line_search=5)
     assert (searching.average, searching.fresh_batches) == (0.0, 2)
-
-
-def test_bfloat16_costs_no_more_than_plain_bfloat16_on_this_machine():
-    assert_rounds_no_more_than_plain_bfloat16(gn_prox.value_and_grad, gn_prox.Config)
 
 
 def test_bad_settings_are_refused():

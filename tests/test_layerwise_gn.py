@@ -14,17 +14,14 @@ import pytest
 from conftest import TOY, assert_same, random_params, random_tokens
 from test_gn import (
     ONE,
-    assert_rounds_no_more_than_plain_bfloat16,
     assert_update_is_by_hand,
-    change_of,
-    close,
     dense,
     equations,
-    flat,
     hand_settings,
     quadratic_model,
     sizes,
 )
+from trees import change_of, close, flat
 
 import gn
 import gn_prox
@@ -121,10 +118,6 @@ def test_split_is_a_partition_and_merge_its_inverse():
     below = {name: a for name, a in params.items() if name != "head"}
     assert sum(a.size for a in jax.tree.leaves(layers)) == flat(below).size
     assert_same(layerwise_gn.merge(layers), below)
-
-
-def test_bfloat16_costs_no_more_than_plain_bfloat16_on_this_machine():
-    assert_rounds_no_more_than_plain_bfloat16(layerwise_gn.value_and_grad, layerwise_gn.Config)
 
 
 # ---- the outer step ------------------------------------------------------------------------------

@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import SMALL, TOY, assert_same, many, random_params
+from conftest import SMALL, TOY, assert_same, batches_and_fresh, random_params
 from hypothesis import given
 from hypothesis import strategies as st
-from test_gn import GRID, LOSS, LOSS_GRAD, add, close, config_of, losses_by_hand
+from test_gn import GRID, LOSS, LOSS_GRAD, config_of, losses_by_hand
+from trees import add, close
 
 import gn
-import line_search as module
 import recipe
-from line_search import FIRST_LOOK, TIE, between, line_search, still_running
+from line_search import ERRORS, FIRST_LOOK, TIE, between, line_search, race, still_running
 
 
 def test_between_is_the_line_from_theta_t_to_theta(float64):
@@ -34,7 +34,7 @@ def test_between_is_the_line_from_theta_t_to_theta(float64):
 
 def test_line_search_takes_the_best_of_its_grid_over_all_fresh_batches(float64):
     """α is the argmin over 2^(-i/2) of the mean loss, for steps of every length."""
-    params, (_, fresh) = random_params(TOY), many(TOY)
+    params, (_, fresh) = random_params(TOY), batches_and_fresh(TOY)
     config = config_of(TOY, guard=False)
     grad = LOSS_GRAD(TOY, params, fresh(0))  # helps the first fresh batch more than the second
     found = set()
@@ -66,7 +66,7 @@ def test_a_line_search_may_read_less_than_a_batch(float64):
     with pytest.raises(ValueError, match="line_search_tokens needs inner_tokens"):
         _ = config_of(TOY, line_search_tokens=100).fresh_batches
 
-    params, (_, fresh) = random_params(TOY), many(TOY)
+    params, (_, fresh) = random_params(TOY), batches_and_fresh(TOY)
     theta = add(params, LOSS_GRAD(TOY, params, fresh(0)), -1.6)
     read = []
 
@@ -89,7 +89,7 @@ def test_the_flag_counts_tokens():
 
 def test_guard_refuses_a_step_that_does_not_lower_the_loss(float64):
     """Uphill, no better, or with weights that are not finite: α = 0. Without the guard it moves."""
-    params, (_, fresh) = random_params(TOY), many(TOY)
+    params, (_, fresh) = random_params(TOY), batches_and_fresh(TOY)
 
     at_theta_t = (LOSS(TOY, params, fresh(0)) + LOSS(TOY, params, fresh(1))) / 2
 
@@ -116,7 +116,7 @@ def test_guard_refuses_a_step_that_does_not_lower_the_loss(float64):
 
 def test_guard_refuses_infinite_weights_that_the_fresh_tokens_do_not_read(float64):
     """An infinite embedding of an id that does not occur leaves the loss finite; still α = 0."""
-    params, (_, fresh) = random_params(TOY), many(TOY)
+    params, (_, fresh) = random_params(TOY), batches_and_fresh(TOY)
 
     def without_10(k):
         return fresh(k) % 10
@@ -132,7 +132,7 @@ def test_guard_refuses_infinite_weights_that_the_fresh_tokens_do_not_read(float6
 
 def test_other_step_sizes_may_be_tried(float64):
     """alphas: in the order given, the first of equals counts, and the guard goes before them."""
-    params, (_, fresh) = random_params(TOY), many(TOY)
+    params, (_, fresh) = random_params(TOY), batches_and_fresh(TOY)
     theta = add(params, LOSS_GRAD(TOY, params, fresh(0)), -0.5)
     config = config_of(TOY, alphas="3 0.05  1.5")
     assert (config.line_search, config.fresh_batches, config.average) == (3, 2, 0.0)
@@ -169,14 +169,14 @@ class Line:
         return tokens[0, column] / 1000
 
 
-def race(losses, **changes):
+def search(losses, **changes):
     """α, the losses, and the numbers of the batches that were read.
 
     losses: [n, 4], at α = 0, 1, 0.5 and 0.25. They are given in this order.
     """
     settings = {"model": Line, "alphas": "1 0.5 0.25", **changes}
     config = gn.Config(TOY, inner_steps=len(losses), outer_steps=1, **settings)
-    params = {"theta": jnp.zeros(())}, {"theta": jnp.ones(())}
+    theta0, theta = {"theta": jnp.zeros(())}, {"theta": jnp.ones(())}
     asked = []
 
     def fresh(k):
@@ -184,7 +184,7 @@ def race(losses, **changes):
         at_0, at_1, at_half, at_quarter = np.round(1000 * losses[k])
         return jnp.array([[at_0, at_quarter, at_half, 0, at_1]])
 
-    alpha, measured, read = line_search(*params, fresh, config)
+    alpha, measured, read = line_search(theta0, theta, fresh, config)
     assert asked == list(range(read))
     return alpha, list(measured.values()), read
 
@@ -200,9 +200,9 @@ def draw(n, means, noise, common=0.0):
 def test_the_race_ends_when_one_step_size_is_left(float64):
     """It reads no further batch then, whatever noise the losses of a batch have in common."""
     losses = draw(100, [3.9, 3.5, 3.0, 3.2], noise=0.01, common=1.0)
-    alpha, _, read = race(losses)
+    alpha, _, read = search(losses)
     assert (alpha, read) == (0.5, FIRST_LOOK)
-    alpha, measured, read = race(losses, race=False)
+    alpha, measured, read = search(losses, race=False)
     assert (alpha, read) == (0.5, 100)
     close(measured, losses.mean(axis=0), 1e-3)
 
@@ -210,7 +210,7 @@ def test_the_race_ends_when_one_step_size_is_left(float64):
 def test_a_step_size_that_drops_out_is_compared_with_the_best_where_both_ran(float64):
     """Its loss is the best one's mean over all batches, plus the mean difference until then."""
     losses = draw(200, [3.9, 3.5, 3.0, 3.01], noise=0.03, common=1.0)
-    alpha, measured, read = race(losses)
+    alpha, measured, read = search(losses)
     assert alpha == 0.5
     assert FIRST_LOOK < read < 200
     ran = losses[:read]
@@ -223,7 +223,7 @@ def test_a_step_size_that_drops_out_is_compared_with_the_best_where_both_ran(flo
 
 def test_a_race_that_knows_nothing_reads_everything_and_takes_the_best(float64):
     losses = draw(40, [3.0, 3.0, 3.0, 3.0], noise=1.0)
-    alpha, measured, read = race(losses)
+    alpha, measured, read = search(losses)
     assert read == 40
     assert alpha == [0, 1, 0.5, 0.25][losses.mean(axis=0).argmin()]
     close(measured, losses.mean(axis=0), 1e-3)
@@ -231,14 +231,24 @@ def test_a_race_that_knows_nothing_reads_everything_and_takes_the_best(float64):
 
 def test_equals_do_not_race_to_the_end(float64):
     """All the same, and θ_t among them: it stays, and the search ends at the first look."""
-    assert race(np.full((40, 4), 3.0))[::2] == (0, FIRST_LOOK)
+    alpha, _, read = search(np.full((40, 4), 3.0))
+    assert (alpha, read) == (0, FIRST_LOOK)
 
 
 def test_a_race_in_which_no_loss_is_finite_keeps_theta_t(float64):
     losses = np.full((40, 4), np.inf)
-    assert race(losses)[::2] == (0, 1)
-    assert race(losses, guard=False)[::2] == (1, 1)
-    assert race(losses, race=False)[::2] == (0, 40)
+    for flags, expected in (({}, (0, 1)), ({"guard": False}, (1, 1)), ({"race": False}, (0, 40))):
+        alpha, _, read = search(losses, **flags)
+        assert (alpha, read) == expected
+
+
+def test_theta_t_comes_back_when_those_that_beat_it_become_infinite(float64):
+    """It dropped out after 8 batches, and so did α = 1; at the 10th, the other two break."""
+    losses = draw(20, [3.9, 3.5, 3.0, 3.0], noise=0.01)
+    losses[9, 2:] = np.inf
+    alpha, measured, read = search(losses)
+    assert (alpha, read) == (0, 10)
+    assert np.isfinite(measured[:2]).all() and np.isinf(measured[2:]).all()
 
 
 losses_of_a_race = st.integers(1, 30).flatmap(
@@ -248,24 +258,26 @@ losses_of_a_race = st.integers(1, 30).flatmap(
 
 @given(losses_of_a_race, st.floats(-100, 100), st.sampled_from([np.inf, np.nan]), st.data())
 def test_who_stays_in_the_race(columns, shift, bad, data):
-    """The best stays, and who was ever ahead of it by enough; who is not finite is out at once.
+    """The best stays, and who may still be ahead of it by TIE; all others drop out.
 
-    Losses that all have in common, a batch's or all batches', change nothing.
+    Who is not finite is out at once. What all losses of a batch have in common changes nothing.
     """
     losses = np.array(columns).T
     n, count = losses.shape
     everyone = list(range(count))
     stay = still_running(losses, everyone)
-    assert int(losses.mean(axis=0).argmin()) in stay
-    if n < FIRST_LOOK:
-        assert stay == everyone
-    for i in set(everyone) - set(stay):
-        best = losses.mean(axis=0).argmin()
-        behind = losses[:, i] - losses[:, best]
-        error = behind.std(ddof=1) / n**0.5
-        assert behind.mean() > module.ERRORS * error - TIE
-    moved = np.round(losses, 1) + np.round(shift)  # exact enough that no comparison tips over
-    assert set(still_running(np.round(losses, 1), everyone)) == set(still_running(moved, everyone))
+    best = int(losses.mean(axis=0).argmin())
+    for i in everyone:
+        may_win = n < FIRST_LOOK or i == best
+        if not may_win:
+            behind = losses[:, i] - losses[:, best]
+            error = behind.std(ddof=1) / n**0.5
+            may_win = behind.mean() + TIE <= ERRORS * error
+        assert (i in stay) == may_win
+
+    rounded = np.round(losses, 1)  # exact enough that no comparison tips over
+    of_each_batch = np.round(shift) * np.arange(n)[:, None]
+    assert still_running(rounded + of_each_batch, everyone) == still_running(rounded, everyone)
     broken = losses.copy()
     out = data.draw(st.integers(0, count - 1))
     broken[data.draw(st.integers(0, n - 1)), out] = bad
@@ -276,6 +288,12 @@ def test_who_stays_in_the_race(columns, shift, bad, data):
 # ---- recorded line searches ----------------------------------------------------------------------
 
 RECORDS = Path(__file__).parent.parent / "results" / "searches-45m-h200.npz"
+
+
+def race_over(losses):
+    """The column that a race over recorded losses chooses, and how many of them it looks at."""
+    measured, best = race(lambda k, running: losses[k, running], *losses.shape, drops=True)
+    return best, np.isfinite(measured).sum()
 
 
 def test_on_recorded_searches_the_race_chooses_what_the_whole_search_does():
@@ -292,13 +310,8 @@ def test_on_recorded_searches_the_race_chooses_what_the_whole_search_does():
         means = losses.mean(axis=0)
         for _ in range(20):
             shuffled = rng.permutation(losses)
-            running = list(range(losses.shape[1]))
-            read = 0
-            while len(running) > 1 and read < len(losses):
-                evaluations += len(running)
-                read += 1
-                running = still_running(shuffled[:read], running)
-            best = running[shuffled[:read, running].mean(axis=0).argmin()]
+            best, looks = race_over(shuffled)
+            evaluations += looks
             assert means[best] - means.min() < 1e-3
             same.append(best == means.argmin())
             whole += losses.size

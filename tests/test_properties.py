@@ -9,10 +9,12 @@ place, or is written here: with the logits of the whole batch, H in closed form,
 jax.jvp, jax.vjp and jax.grad.
 
 Hypothesis draws the network by its number, and a seed from which all else is drawn. To try more
-networks, raise NETWORKS. The last part gives gn.py a network that is no LLaMA.
+networks, raise NETWORKS, or add to FEW, those of the tests that compile for long. The last part
+gives gn.py a network that is no LLaMA.
 """
 
 import itertools
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -21,10 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import kept, logits, random_params, random_tokens
+from conftest import copied, logits, random_params, random_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.flatten_util import ravel_pytree
+from trees import add, flat
 
 import gn
 import gn_cg
@@ -32,27 +35,16 @@ import gn_prox
 import layerwise_gn
 import model
 import optimizers
-from line_search import between, line_search
+from line_search import line_search
+from runtime import flags
 
 NETWORKS = 4
+FEW = [0, 3]  # numbers of networks: one of one layer, and one of two
 
 
 @pytest.fixture(autouse=True, scope="module")
 def in_float64():
     with jax.enable_x64(True):
-        yield
-
-
-@pytest.fixture(autouse=True, scope="module")
-def plain_gradient_descent():
-    """One more inner optimizer, whose step shows the gradient: θ - lr ∇."""
-    with pytest.MonkeyPatch.context() as patch:
-        original = gn.Config.optimizer
-
-        def optimizer(config, lr):
-            return optax.sgd(lr) if config.inner == "sgd" else original(config, lr)
-
-        patch.setattr(gn.Config, "optimizer", optimizer)
         yield
 
 
@@ -67,7 +59,7 @@ def random_network(number):
     return model.Config(
         vocab_size=int(rng.integers(5, 41)),
         context=int(rng.integers(2, 9)),
-        d_model=2 * heads * int(rng.integers(-(-2 // heads), 8 // heads + 1)),
+        d_model=int(rng.choice([d for d in range(4, 17) if d % (2 * heads) == 0])),
         d_ff=int(rng.integers(4, 17)),
         n_layers=1 + number // 2 % 2,
         n_heads=heads,
@@ -124,16 +116,6 @@ def cases(networks=range(NETWORKS), losses=("cross-entropy",)):
 EITHER_LOSS = cases(losses=("cross-entropy", "squared error"))
 
 
-def flat(tree):
-    """All numbers of a tree in one array, [P]."""
-    return np.asarray(ravel_pytree(tree)[0])
-
-
-def plus(a, b, scale=1.0):
-    """a + scale b."""
-    return jax.tree.map(lambda a, b: a + scale * b, a, b)
-
-
 def zero(c):
     return jax.tree.map(jnp.zeros_like, c.theta)
 
@@ -145,6 +127,7 @@ def ones(c):
 def same(a, b, tolerance=1e-9, size=0.0):
     """a = b up to rounding; `size` is the norm of what they are differences of, if they are."""
     a, b = flat(a), flat(b)
+    assert a.shape == b.shape
     assert np.linalg.norm(a - b) <= tolerance * (np.linalg.norm(b) + size + 1e-3)
 
 
@@ -230,8 +213,8 @@ def textbook(network, theta, delta, v, tokens, squared):
 
     z, push = jax.linearize(f, theta)
     pull = jax.vmap(jax.linear_transpose(push, theta))
-    both = jax.tree.map(lambda a, b: jnp.stack([a, b]), delta, v)
-    J_delta, Jv = jax.vmap(push)(both)
+    delta_and_v = jax.tree.map(lambda a, b: jnp.stack([a, b]), delta, v)
+    J_delta, Jv = jax.vmap(push)(delta_and_v)
 
     p = jax.nn.softmax(z)
     g_closed = jnp.where(squared, z, p) - onehot
@@ -321,7 +304,7 @@ def test_gradient_is_that_of_the_loss_plus_curvature_times_delta(c):
     value, grad = value_and_grad(c, c.delta)
     true = expected(c, v=c.delta)
     d = flat(c.delta)
-    same(grad, plus(true.grad_L, true.G_v))
+    same(grad, add(true.grad_L, true.G_v))
     same(value, true.L + flat(true.grad_L) @ d + d @ flat(true.G_v) / 2)
 
 
@@ -330,7 +313,7 @@ def test_gradient_is_that_of_the_loss_plus_curvature_times_delta(c):
 def test_gradient_is_affine_in_delta(c, a, b):
     """∇L2(a δ + b ε) - ∇L = a (∇L2(δ) - ∇L) + b (∇L2(ε) - ∇L)."""
     g = grad_of(c, zero(c))
-    mixed = plus(plus(zero(c), c.delta, a), c.other, b)
+    mixed = add(add(zero(c), c.delta, a), c.other, b)
     right = a * (grad_of(c, c.delta) - g) + b * (grad_of(c, c.other) - g)
     same(grad_of(c, mixed) - g, right, size=np.linalg.norm(g))
 
@@ -339,7 +322,7 @@ def test_gradient_is_affine_in_delta(c, a, b):
 @given(c=EITHER_LOSS)
 def test_value_is_exactly_quadratic_along_any_line(c):
     """φ(s) = L2(δ + s ε): no third difference; φ' = ε·∇L2(δ) and φ'' = ε·G ε by differences."""
-    phi = {s: value_of(c, plus(c.delta, c.other, s)) for s in (-1, 0, 1, 2)}
+    phi = {s: value_of(c, add(c.delta, c.other, s)) for s in (-1, 0, 1, 2)}
     rounding = 1e-10 * max(abs(value) for value in phi.values())
     e = flat(c.other)
     assert abs(phi[2] - 3 * phi[1] + 3 * phi[0] - phi[-1]) <= rounding
@@ -352,11 +335,29 @@ def test_value_is_exactly_quadratic_along_any_line(c):
 METHODS = {"full": gn, "prox": gn_prox, "layerwise": layerwise_gn}
 
 
+@flags.traced
+@dataclass(frozen=True)
+class GradientDescent(gn.Config):
+    """Its inner step shows the gradient: θ - lr ∇."""
+
+    def optimizer(self, lr):
+        return optax.sgd(lr)
+
+
+@flags.traced
+@dataclass(frozen=True)
+class LayerwiseGradientDescent(layerwise_gn.Config):
+    """The same for layerwise Gauss-Newton."""
+
+    def optimizer(self, lr):
+        return optax.sgd(lr)
+
+
 def damped(c, theta, method, damping):
     """The loss that an inner step of a method at θ reports, and the gradient that it descends."""
-    cls = layerwise_gn.Config if method is layerwise_gn else gn.Config
-    config = cls(c.network, 1, 1, inner="sgd", lr=1.0, damping=damping, clip=0.0)
-    state = gn.init(c.theta, config)._replace(theta=kept(theta))
+    cls = LayerwiseGradientDescent if method is layerwise_gn else GradientDescent
+    config = cls(c.network, 1, 1, lr=1.0, damping=damping)
+    state = gn.init(c.theta, config)._replace(theta=copied(theta))
     after = gn.inner_step(state, c.tokens, config, method.value_and_grad)
     return float(after.inner_losses[0]), flat(theta) - flat(after.theta)
 
@@ -371,7 +372,7 @@ def test_fault_4_damping_acts_alike_on_the_loss_and_on_its_gradient(method, seed
     """
     c = case("cross-entropy", 0, seed)
     step_at = partial(damped, c, method=METHODS[method])
-    theta = plus(c.theta, c.delta)
+    theta = add(c.theta, c.delta)
     value, grad = step_at(theta, damping=0.0)
     damped_value, damped_grad = step_at(theta, damping=0.1)
     d = flat(c.delta)
@@ -379,15 +380,15 @@ def test_fault_4_damping_acts_alike_on_the_loss_and_on_its_gradient(method, seed
     same(found, (0.05 * d @ d, 0.1 * d), size=abs(value))
 
     h = 1e-4
-    above, _ = step_at(plus(theta, c.other, h), damping=0.1)
-    below, _ = step_at(plus(theta, c.other, -h), damping=0.1)
+    above, _ = step_at(add(theta, c.other, h), damping=0.1)
+    below, _ = step_at(add(theta, c.other, -h), damping=0.1)
     slope = flat(c.other) @ damped_grad
     assert abs((above - below) / (2 * h) - slope) <= 1e-6 * np.linalg.norm(damped_grad)
 
 
 @pytest.mark.parametrize("method", [gn, layerwise_gn], ids=["full", "layerwise"])
 @settings(max_examples=10)
-@given(c=cases([0, 3]), order=st.permutations(range(3)))
+@given(c=cases(FEW), order=st.permutations(range(3)))
 def test_order_of_sequences_does_not_matter(method, c, order):
     """A batch is a set: loss, value and gradient are the same for its sequences in any order."""
     order = [i for i in order if i < len(c.tokens)]
@@ -404,9 +405,9 @@ def test_a_batch_repeated_twice_gives_the_same_step(c):
     same(results(c, c.delta, tokens=twice), results(c, c.delta), tolerance=1e-11)
 
     config = gn.Config(c.network, 1, 1)
-    state = gn.init(c.theta, config)._replace(theta=plus(c.theta, c.delta))
-    once = gn.inner_step(kept(state), c.tokens, config)
-    again = gn.inner_step(kept(state), twice, config)
+    state = gn.init(c.theta, config)._replace(theta=add(c.theta, c.delta))
+    once = gn.inner_step(copied(state), c.tokens, config)
+    again = gn.inner_step(copied(state), twice, config)
     # Newton-Schulz is between them, which takes the fifth power of a matrix five times over.
     same(again.theta, once.theta, tolerance=1e-7)
     assert np.abs(flat(once.theta) - flat(state.theta)).max() > 1e-4
@@ -439,7 +440,7 @@ def test_prox_is_the_loss_of_the_linearized_network(c):
 @given(c=EITHER_LOSS, scale=st.floats(0.01, 10))
 def test_prox_is_convex_along_any_line(c, scale):
     """φ(s) = L1(δ + s ε): φ(½) ≤ ½ φ(0) + ½ φ(1), and its slope rises: φ'(1) ≥ φ'(0)."""
-    middle, end = (plus(c.delta, c.other, scale * s) for s in (0.5, 1))
+    middle, end = (add(c.delta, c.other, scale * s) for s in (0.5, 1))
     phi_0, grad_0 = value_and_grad(c, c.delta, "exact")
     phi_half, _ = value_and_grad(c, middle, "exact")
     phi_1, grad_1 = value_and_grad(c, end, "exact")
@@ -518,14 +519,14 @@ def layers(tree):
 
 @pytest.mark.parametrize("objective", ["quadratic", "exact"])
 @settings(max_examples=10)
-@given(c=cases([0, 3]))
+@given(c=cases(FEW))
 def test_layerwise_is_the_diagonal_blocks(objective, c):
     """Layer l's gradient is the full method's at δ_l alone, so ∇ = ∇L + blockdiag(G) δ.
 
     What the layers add to L adds up.
     """
-    loss = value_of(c, zero(c), objective)
-    total, grad, members = loss, 0.0, 0.0
+    total = loss = value_of(c, zero(c), objective)
+    grad, members = 0.0, 0.0
     for is_in_layer, delta_l in zip(layers(ones(c)), layers(c.delta), strict=True):
         value_l, grad_l = value_and_grad(c, delta_l, objective)
         total += value_l - loss
@@ -537,7 +538,7 @@ def test_layerwise_is_the_diagonal_blocks(objective, c):
 
 @settings(max_examples=20)
 @given(
-    c=cases([0, 3]),
+    c=cases(FEW),
     length=st.floats(0.01, 10),
     guard=st.booleans(),
     bad=st.sampled_from([None, np.nan, np.inf]),
@@ -549,7 +550,7 @@ def test_line_search_is_never_worse_than_its_grid_and_guarded_stays_finite(c, le
     nothing to choose by, and the whole step is taken.
     """
     config = gn.Config(c.network, 1, 1, guard=guard)
-    end = plus(c.theta, c.delta, length)
+    end = add(c.theta, c.delta, length)
     if bad is not None:
         end["head"] = end["head"].at[0, 0].set(bad)
     alpha, losses, _ = line_search(c.theta, end, lambda k: c.tokens, config)
@@ -558,7 +559,8 @@ def test_line_search_is_never_worse_than_its_grid_and_guarded_stays_finite(c, le
         return
 
     def loss_at(alpha):
-        return expected(c._replace(theta=between(c.theta, end, alpha))).L
+        point = add(c.theta, add(end, c.theta, -1), alpha)
+        return expected(c._replace(theta=point)).L
 
     grid = [2 ** (-i / 2) for i in range(5)]
     if guard:
@@ -570,7 +572,7 @@ def test_line_search_is_never_worse_than_its_grid_and_guarded_stays_finite(c, le
 
 
 @settings(max_examples=20)
-@given(c=cases([0, 3]), limit=st.floats(1e-3, 10))
+@given(c=cases(FEW), limit=st.floats(1e-3, 10))
 def test_a_clip_shortens_each_part_to_the_limit_and_does_nothing_twice(c, limit):
     """A part keeps its direction and gets the length min(norm, limit). Then it stays as it is.
 
@@ -578,7 +580,7 @@ def test_a_clip_shortens_each_part_to_the_limit_and_does_nothing_twice(c, limit)
     """
     nothing = jax.tree.map(jnp.zeros_like, c.theta)
     ends = c.delta | {"blocks": nothing["blocks"], "final_norm": nothing["final_norm"]}
-    inside = plus(c.delta, ends, -1)
+    inside = add(c.delta, ends, -1)
     each_layer = [jax.tree.map(jnp.multiply, layer, c.delta) for layer in layers(ones(c))]
     for make, parts in (
         (layerwise_gn.clip_layers, each_layer),
@@ -587,10 +589,10 @@ def test_a_clip_shortens_each_part_to_the_limit_and_does_nothing_twice(c, limit)
     ):
         rule = make(limit)
         clipped, state = rule.update(c.delta, rule.init(c.delta))
-        expected = 0.0
+        shortened = 0.0
         for part in map(flat, parts):
-            expected += part * min(1, limit / np.linalg.norm(part))
-        same(clipped, expected, tolerance=1e-12)
+            shortened += part * min(1, limit / np.linalg.norm(part))
+        same(clipped, shortened, tolerance=1e-12)
         again, _ = rule.update(clipped, state)
         same(again, clipped, tolerance=1e-12)
 
@@ -601,7 +603,8 @@ def test_a_clip_shortens_each_part_to_the_limit_and_does_nothing_twice(c, limit)
 class Perceptron:
     """One hidden layer with biases: whole numbers [B, 3] in, a choice of 4 out.
 
-    These functions are all that gn.py asks of the module that provides a network.
+    These functions are all that gn.py asks of the module that provides a network, and of its sizes
+    it asks for a `dtype`.
     """
 
     def inputs_and_labels(points):
@@ -635,6 +638,10 @@ class Perceptron:
         x, y = Perceptron.inputs_and_labels(points)
         z = Perceptron.output(params, Perceptron.hidden(network, params, x))
         return model.cross_entropy(z, y) / len(y)
+
+
+class Sizes(NamedTuple):
+    dtype: str = "float32"
 
 
 def perceptron_case(seed):
@@ -678,9 +685,9 @@ def perceptron_dense(theta, points):
 @settings(max_examples=20)
 @given(seed=SEEDS)
 def test_gradient_of_another_network_is_g_plus_G_delta(seed):
-    """gn.py asks no more of a network than the functions of `Perceptron`."""
+    """To rounding, for any parameters, any δ and any points."""
     theta, delta, (points, _) = perceptron_case(seed)
-    config = gn.Config("any sizes", 1, 1, model=Perceptron)
+    config = gn.Config(Sizes(), 1, 1, model=Perceptron)
     loss, value, grad = jax.jit(gn.value_and_grad)(theta, delta, points, config)
     true_loss, g, G, same_G = perceptron_dense(theta, points)
     same(G, same_G, tolerance=1e-10)
@@ -689,12 +696,34 @@ def test_gradient_of_another_network_is_g_plus_G_delta(seed):
     same((loss, value), (true_loss, true_loss + g @ d + d @ G @ d / 2), tolerance=1e-10)
 
 
+@settings(max_examples=5)
+@given(seed=SEEDS)
+def test_an_outer_step_of_another_network_is_two_inner_ones_by_hand(seed):
+    """gn.py asks no more of a network than the functions of `Perceptron`: it trains like any other.
+
+    Without a line search, θ_{t+1} is the θ after two steps of the inner optimizer on g + G δ.
+    """
+    theta0, _, points = perceptron_case(seed)
+    config = gn.Config(Sizes(), 2, 1, model=Perceptron, lr=0.02, line_search=0, average=0.0)
+    vector, unravel = ravel_pytree(theta0)
+    theta, opt = theta0, config.optimizer(0.0).init(theta0)
+    for k in range(2):
+        _, g, G, _ = perceptron_dense(theta0, points[k])
+        lr = gn.learning_rate(0, k, config)
+        grad = unravel(g + G @ (flat(theta) - vector))
+        step, opt = config.optimizer(lr).update(grad, opt, theta)
+        theta = add(theta, step)
+
+    after, _ = gn.update(gn.init(theta0, config), points.__getitem__, None, config)
+    same(after.params, theta, tolerance=1e-7)
+
+
 @settings(max_examples=10)
 @given(seed=SEEDS, damping=st.floats(0.05, 1))
 def test_conjugate_gradients_on_another_network_are_the_dense_solve(seed, damping):
     """A whole step, solved for on two inner batches, searched along, taken: θ - α (G + λI)⁻¹ ∇L."""
     theta, _, points = perceptron_case(seed)
-    config = gn_cg.Config("any sizes", 2, 1, model=Perceptron, damping=damping, cg_steps=500)
+    config = gn_cg.Config(Sizes(), 2, 1, model=Perceptron, damping=damping, cg_steps=500)
     start = gn_cg.init(theta, config)
     state, metrics = gn_cg.update(start, points.__getitem__, points.__getitem__, config)
     _, g, G, _ = perceptron_dense(theta, points.reshape(12, 4))

@@ -13,15 +13,16 @@ from conftest import (
     SMALL,
     TOY,
     assert_same,
+    batches_and_fresh,
     logits,
-    many,
     random_params,
     rows,
     run,
     without_time,
 )
-from test_gn import add, change_of, close, dense, flat
+from test_gn import dense
 from test_gn_prox import explicit_value_and_grad
+from trees import add, change_of, close, flat
 
 import gn
 import recipe
@@ -34,7 +35,7 @@ THREE_BATCHES = {"inner_tokens": 1, "line_search_tokens": 3}  # of fresh tokens
 def test_the_three_losses_are_those_of_the_definition(float64):
     """On the way to θ, at α = 1 and ½; means over the tokens of all three batches."""
     params = random_params(TOY)
-    _, fresh = many(TOY)
+    _, fresh = batches_and_fresh(TOY)
     delta = change_of(params, scale=0.05)
     config = stand_ins.Config(TOY, **SIZES, **THREE_BATCHES)
     measured = stand_ins.measure(params, add(params, delta), fresh, config)
@@ -58,8 +59,9 @@ def test_it_takes_the_steps_of_gauss_newton():
     params = random_params(TOY)
     config = stand_ins.Config(TOY, **SIZES, **THREE_BATCHES)
     plain = gn.Config(TOY, **SIZES, **THREE_BATCHES)
-    state, metrics = stand_ins.update(stand_ins.init(params, config), *many(TOY), config)
-    same, known = gn.update(gn.init(params, plain), *many(TOY), plain)
+    batches, fresh = batches_and_fresh(TOY)
+    state, metrics = stand_ins.update(stand_ins.init(params, config), batches, fresh, config)
+    same, known = gn.update(gn.init(params, plain), batches, fresh, plain)
     assert_same(state, same)
     more = {name: metrics.pop(name) for name in [*metrics] if name not in known}
     assert_same(metrics, known)

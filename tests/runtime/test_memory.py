@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import SMALL, TOY, many, random_params, rows, run
+from conftest import SMALL, TOY, batches_and_fresh, random_params, rows, run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,7 +51,7 @@ def test_a_step_in_micro_batches_is_the_same_step(float64, name):
         config = method.Config(TOY, 2, 3, micro_batch=micro_batch, **changes)
         state = method.module.init(random_params(TOY), config)
         for _ in range(2):
-            state, metrics = method.module.update(state, *many(TOY, 4), config)
+            state, metrics = method.module.update(state, *batches_and_fresh(TOY, 4), config)
         return state, metrics
 
     assert_close(steps(1), steps(0), rtol=1e-6, atol=1e-9)

@@ -16,7 +16,17 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from conftest import AS_A_USER, SMALL, TOY, assert_same, everything, many, random_params, rows, run
+from conftest import (
+    AS_A_USER,
+    SMALL,
+    TOY,
+    assert_same,
+    batches_and_fresh,
+    everything,
+    random_params,
+    rows,
+    run,
+)
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
@@ -47,8 +57,8 @@ def stepped(case):
     config = cls(TOY, 2, 3, **CHANGES.get(case, {}))
     state = parallel.jit(module.init, static_argnums=1)(random_params(TOY), config)
     if case == "soap":
-        state, _ = module.update(state, *many(TOY, 4), config)
-    return module.update(state, *many(TOY, 4), config)
+        state, _ = module.update(state, *batches_and_fresh(TOY, 4), config)
+    return module.update(state, *batches_and_fresh(TOY, 4), config)
 
 
 def test_devices_share_muons_matrices():
@@ -101,7 +111,7 @@ def test_the_program_of_an_inner_batch_is_compiled_once(caplog):
         jax.clear_caches()
         with jax.log_compiles():
             for _ in range(2):
-                state, _ = module.update(state, *many(TOY, 4), config)
+                state, _ = module.update(state, *batches_and_fresh(TOY, 4), config)
     programs = [message for message in caplog.messages if "Compiling jit(accumulate)" in message]
     assert len(programs) == 1
 
