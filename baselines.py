@@ -177,8 +177,9 @@ def value_and_grad(params, tokens, network):
 
     def across(h, y):
         loss, g = loss_and_gradient(network, model.head(network, h, w), y)
-        head_grad = product(network, h.T, g, h.dtype)
-        return product(network, g, w.T, h.dtype), (loss, {"head": head_grad})
+        h_bar = product(network, g, w.T, h.dtype)
+        w_bar = product(network, h.T, g, h.dtype)
+        return h_bar, (loss, {"head": w_bar})
 
     h_bar, (loss, head_grad) = model.over_tokens(network, across, h, y)
     (grad,) = pull(h_bar)
@@ -203,14 +204,14 @@ def lower(state, tokens, config):
 
 def learning_rate(t, config):
     """Learning rate of optimizer step t: a linear rise, then as the schedule says."""
-    steps = config.warmup * config.outer_steps
+    warmup_steps = config.warmup * config.outer_steps
     if config.warmup_steps:
-        steps = float(config.warmup_steps)
+        warmup_steps = float(config.warmup_steps)
     # The fall starts after the warm-up. If that fills the run, 0.999 avoids a division by zero.
-    start = jnp.minimum(steps / config.outer_steps, 0.999)
+    start = jnp.minimum(warmup_steps / config.outer_steps, 0.999)
     run = progress(t / config.outer_steps, start)
     fall = SCHEDULES[config.schedule](run)
-    return config.lr * rise(t, steps) * fall
+    return config.lr * rise(t, warmup_steps) * fall
 
 
 @parallel.jit

@@ -250,7 +250,7 @@ def matmul_rate(dtype, devices):
 def operations(network, row):
     """Multiplications and additions that the mathematics of a row asks for."""
     D, L, T = network.d_model, network.n_layers, network.context
-    params = jax.eval_shape(partial(model.init, network), jax.random.key(0))
+    params = model.shapes(network)
     matrices = [a.size for name, a in params["blocks"].items() if name in model.MATRICES]
     attention = L * T / 2 * D  # causal: half of the scores
     weights = (sum(matrices), D * network.vocab_size, attention)
@@ -376,7 +376,7 @@ def run(config, network, mesh, chosen):
 
     What was measured is in the file after each row, so that nothing is lost where it is stopped.
     """
-    choice.choose(network)
+    choice.choose(network, model.shapes(network))
     results = []
     with reserved(config.json), jax.set_mesh(mesh):
         rate = matmul_rate(network.dtype, mesh.size)

@@ -116,10 +116,14 @@ def init(config, key):
     }
 
 
+def shapes(config):
+    """What `init` returns, with the shape and the dtype of each array in its place."""
+    return jax.eval_shape(partial(init, config), jax.random.key(0))
+
+
 def size(config):
     """How many parameters the network has."""
-    params = jax.eval_shape(partial(init, config), jax.random.key(0))
-    return sum(a.size for a in jax.tree.leaves(params))
+    return sum(a.size for a in jax.tree.leaves(shapes(config)))
 
 
 def rms_norm(x, scale):

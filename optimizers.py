@@ -24,7 +24,7 @@ import optax
 
 import model
 from kernels import on_gpu
-from kernels.orthogonal import exact_product, orthonormalize
+from kernels.orthogonal import orthonormalize, product_of_thirds
 from runtime import parallel
 
 # ---- which parameters are treated alike ----------------------------------------------------------
@@ -185,7 +185,7 @@ def join_by_shape(tree):
 # ---- SOAP (Vyas et al. 2024) ---------------------------------------------------------------------
 #
 #     g: the gradient of a matrix, [rows, cols]
-#     L, R: running means of g gᵀ and of gᵀ g, Shampoo's factors
+#     L, R: running means of g gᵀ and of gᵀ g, Shampoo's factors (in the code left, right)
 #     Q_L, Q_R: their eigenvectors, refreshed by a step of power iteration: the next Q_L is the
 #         orthogonal factor of the QR decomposition of L Q_L
 #     m: running mean of g;   v: of g'², where g' = Q_Lᵀ g Q_R is g in the eigenbasis
@@ -225,17 +225,21 @@ def scale_by_soap(b1, b2, frequency, largest):
     largest: a side of a matrix that is longer than this is not rotated.
     """
 
-    def start(a, rotates):
-        Q = [None, None]
-        for side in (0, 1):
-            if rotates and a.shape[side - 2] <= largest:
-                d = a.shape[side - 2]
-                stack = (*a.shape[:-2], d, d)
-                Q[side] = jnp.broadcast_to(jnp.eye(d, dtype=a.dtype), stack)
-        factors = jax.tree.map(jnp.zeros_like, tuple(Q))
+    def identity(a, d):
+        """The first eigenvectors of a side of length d; None if it is not rotated."""
+        if d > largest:
+            return None
+        return jnp.broadcast_to(jnp.eye(d, dtype=a.dtype), (*a.shape[:-2], d, d))
+
+    def start(a, is_matrix):
+        Q = (None, None)
+        if is_matrix:
+            rows, cols = a.shape[-2:]
+            Q = (identity(a, rows), identity(a, cols))
+        factors = jax.tree.map(jnp.zeros_like, Q)
         m = jnp.zeros_like(a)
         v = jnp.zeros_like(a)
-        return SoapState(m, v, factors, tuple(Q))
+        return SoapState(m, v, factors, Q)
 
     def init(params):
         count = jnp.zeros((), jnp.int32)
@@ -273,21 +277,27 @@ def soap_step(b1, b2, n, g, state):
     step = rotate_back(in_eigenbasis, state.Q)
     step = step * (jnp.sqrt(v_weight) / m_weight)
 
-    L, R = state.factors
-    if L is not None:
-        L = optax.tree.update_moment(exact_product(g, g.mT), L, b2, 1)
-    if R is not None:
-        R = optax.tree.update_moment(exact_product(g.mT, g), R, b2, 1)
-    return step, SoapState(m, v, (L, R), state.Q)
+    left, right = state.factors
+    if left is not None:
+        left = optax.tree.update_moment(full_product(g, g.mT), left, b2, 1)
+    if right is not None:
+        right = optax.tree.update_moment(full_product(g.mT, g), right, b2, 1)
+    return step, SoapState(m, v, (left, right), state.Q)
+
+
+@on_gpu(product_of_thirds)
+def full_product(a, b):
+    """a b, with no factor rounded. (By default a GPU rounds float32 factors to fewer digits.)"""
+    return jnp.matmul(a, b, precision="highest")
 
 
 def rotate(x, Q):
     """Q_Lᵀ x Q_R."""
     Q_L, Q_R = Q
     if Q_L is not None:
-        x = exact_product(Q_L.mT, x)
+        x = full_product(Q_L.mT, x)
     if Q_R is not None:
-        x = exact_product(x, Q_R)
+        x = full_product(x, Q_R)
     return x
 
 
@@ -341,12 +351,15 @@ def multiply_and_sort(state):
     for side, F in enumerate(state.factors):
         if F is not None:
             Q = state.Q[side]
-            unsorted = exact_product(F, Q)
+            unsorted = full_product(F, Q)
             eigenvalues = jnp.sum(Q * unsorted, axis=-2)  # diag(Qᵀ F Q), [.., d]
-            order = jnp.argsort(-eigenvalues, axis=-1)
-            FQ[side] = jnp.take_along_axis(unsorted, order[..., None, :], axis=-1)
-            order = jnp.expand_dims(order, -1 - side)
-            v = jnp.take_along_axis(v, order, axis=side - 2)
+            largest_first = jnp.argsort(-eigenvalues, axis=-1)
+            of_columns = largest_first[..., None, :]
+            FQ[side] = jnp.take_along_axis(unsorted, of_columns, axis=-1)
+            if side == 0:
+                v = jnp.take_along_axis(v, largest_first[..., :, None], axis=-2)
+            else:
+                v = jnp.take_along_axis(v, of_columns, axis=-1)
     return tuple(FQ), v
 
 

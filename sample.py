@@ -73,7 +73,7 @@ def read_weights(path, network):
             raise ValueError(f"{what}: {difference}")
         return arrays[name]
 
-    shapes = jax.eval_shape(partial(model.init, network), jax.random.key(0))
+    shapes = model.shapes(network)
     return jax.tree_util.tree_map_with_path(find, shapes)
 
 
@@ -90,7 +90,7 @@ def generate(network, params, tok, text, seed=0):
 
     network, params, tok: as from `read`.
     """
-    choice.choose(network)
+    choice.choose(network, params)
     params = jax.device_put(params)  # once, not for each id
     ids = [tok.end_of_text, *tok.encode(text).tolist()]
     for key in jax.random.split(jax.random.key(seed), LENGTH):

@@ -549,7 +549,8 @@ def execute(run, corpus, signals):
     state = parallel.put(run.mesh, state)
     parallel.wait()  # or another process would find the folder half made
     open_folder(run, corpus, state)
-    choice.choose(run.network)  # tries the kernels on a kind of GPU that is new to this folder
+    # Tries the kernels on a kind of GPU that they were not tried on.
+    choice.choose(run.network, model.shapes(run.network))
     with jax.set_mesh(run.mesh):
         run, memory_needed = fit_memory(run, new_state)
     tokens_in_text = None if corpus.meta["later_files"] else corpus.train.tokens_in_windows()

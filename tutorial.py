@@ -287,7 +287,7 @@ def make_llama():
     sizes = {"vocab_size": 11, "context": 5, "d_model": 8, "d_ff": 16}
     network = model.Config(**sizes, n_layers=1, n_heads=2, n_kv_heads=2)
     rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(partial(model.init, network), jax.random.key(0))
+    shapes = model.shapes(network)
     params = jax.tree.map(lambda a: rng.normal(size=a.shape) / 2, shapes)
     tokens = rng.integers(network.vocab_size, size=(2, network.context + 1))
     return gn.Config(network=network, inner_steps=1, outer_steps=1), params, tokens

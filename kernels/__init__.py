@@ -1,12 +1,12 @@
 """For GPUs: fast forms of functions that the methods and the model state in plain JAX.
 
-Nobody has to read this folder to understand the methods. A kernel takes the arguments of the plain
-function and computes the same; `tests/kernels` holds the two against each other. What is gained is
-memory traffic: plain operations write large arrays between them and read them again. A kernel does
-not.
+Nobody has to read this folder to understand the methods. A *kernel* is here whatever takes the
+place of a plain function: it takes the same arguments and computes the same, and `tests/kernels`
+holds the two against each other. What is mostly gained is memory traffic: plain operations write
+large arrays between them and read them again. A kernel does not.
 
-Kernels are written in Pallas, JAX's language for them, and Triton compiles them for the GPU. Only
-that of orthogonal.py, for SOAP, is plain JAX. Words:
+Most kernels are written in Pallas, JAX's language for GPU programs, which Triton compiles.
+attention.py also calls cuDNN, and mlp.py and orthogonal.py are JAX, arranged for a GPU. Words:
 
     program     one run of the kernel's function; a GPU runs hundreds of them at the same time
     grid        how many programs there are, by axes; `pl.program_id(axis)` says which one this is
@@ -87,5 +87,5 @@ def suits(dtype, wanted):
 
 
 def wide(x):
-    """x, which may be rounded to bfloat16, in at least float32."""
+    """x in float32 or wider, for all that is not a matrix product of rounded factors."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))

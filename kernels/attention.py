@@ -134,15 +134,15 @@ def pushforward_of_tile(K, q, k, v, o, lse, dq, dk, dv, do):
         if on_diagonal:
             causal = jnp.arange(TILE)[:, None] >= jnp.arange(TILE)[None]
             p = jnp.where(causal, p, 0)
-        ds = dot(dqi, kj.T) + dot(qi, dkj.T)  # times √K
-        p_ds = (p * ds * scale).astype(vj.dtype)
+        ds = (dot(dqi, kj.T) + dot(qi, dkj.T)) * scale
+        p_ds = (p * ds).astype(vj.dtype)
         total += dot(p_ds, vj) + dot(p.astype(vj.dtype), dvj)
         r += jnp.sum(p_ds.astype(sums_dtype), axis=1)
         n += jnp.sum(p, axis=1)
         return total, r, n
 
-    no_number = jnp.zeros(TILE, sums_dtype)
-    sums = jnp.zeros((TILE, q.shape[1]), sums_dtype), no_number, no_number
+    zero = jnp.zeros(TILE, sums_dtype)  # a number for each row
+    sums = jnp.zeros((TILE, q.shape[1]), sums_dtype), zero, zero
     sums = jax.lax.fori_loop(0, i, partial(add_tile, on_diagonal=False), sums)
     total, r, n = add_tile(i, sums, on_diagonal=True)
     result = (total - r[:, None] * load(o, i, K)) / n[:, None]

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 
 import kernels
-import model
 from kernels.attention import attention_kernel
 from kernels.cross_entropy import (
     cross_entropy_kernel,
@@ -29,7 +28,7 @@ from kernels.cross_entropy import (
 )
 from kernels.heads import queries_keys_values_kernel
 from kernels.mlp import mlp_kernel
-from kernels.orthogonal import orthonormalize
+from kernels.orthogonal import orthonormalize, product_of_thirds
 from runtime import parallel
 
 NAMES = {  # of all kernels, for people
@@ -40,8 +39,18 @@ NAMES = {  # of all kernels, for people
     loss_and_gradient_kernel: "cross-entropy with its gradient",
     quadratic_kernel: "the quadratic objective",
     exact_kernel: "the exact objective",
+    product_of_thirds: "SOAP's products",
     orthonormalize: "SOAP's orthonormal columns",
 }
+# These run whatever network.dtype says, as logits and SOAP's matrices are float32.
+FOR_ANY_DTYPE = (
+    cross_entropy_kernel,
+    loss_and_gradient_kernel,
+    quadratic_kernel,
+    exact_kernel,
+    product_of_thirds,
+    orthonormalize,
+)
 
 
 def default_dtype():
@@ -52,18 +61,18 @@ def default_dtype():
     return "float32"
 
 
-def choose(network):
+def choose(network, params):
     """On a card that the kernels were not tried on, tries each of them once, for this network.
 
-    A kernel that fails is left out from now on. Then a line on stderr says so. Call it before a
-    step is compiled: what is compiled keeps its form. Where it is not called, such a card runs
-    plain JAX.
+    params: its parameters, or their shapes (model.shapes). A kernel that fails is left out from now
+    on. Then a line on stderr says so. Call it before a step is compiled: what is compiled keeps its
+    form. Where it is not called, such a card runs plain JAX.
     """
     kernels.passed.clear()
     if kernels.tried() or not kernels.capable():
         return
     failed = []
-    for kernel, f, shapes in trials(network):
+    for kernel, f, shapes in trials(network, params):
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
         reason = ""
         try:
@@ -82,11 +91,12 @@ def choose(network):
 
 def forms(network):
     """What runs here, in a few words."""
-    used = [name for kernel, name in NAMES.items() if kernels.takes_over(kernel)]
+    suiting = NAMES
+    if network.dtype != "bfloat16" and not kernels.INTERPRET:
+        suiting = FOR_ANY_DTYPE
+    used = [NAMES[kernel] for kernel in suiting if kernels.takes_over(kernel)]
     if not used:
         return "plain JAX"
-    if network.dtype != "bfloat16" and not kernels.INTERPRET:
-        return "GPU kernels for the loss only"  # the others do not suit it
     left_out = [name for name in NAMES.values() if name not in used]
     if left_out:
         return f"GPU kernels, but plain JAX for {'; '.join(left_out)}"
@@ -96,22 +106,25 @@ def forms(network):
 # ---- what is tried -------------------------------------------------------------------------------
 
 
-def trials(network):
+def trials(network, params):
     """For each kernel a function of arrays to compile and run, and the shapes of these arrays.
 
     The tiles of a program, and so the memory that it needs on the card, depend on the network. How
     many programs there are is no matter: one sequence and eight tokens will do.
     """
-    params = jax.eval_shape(partial(model.init, network), jax.random.key(0))
     block = {}
     for name, stacked in params["blocks"].items():
         block[name] = jax.ShapeDtypeStruct(stacked.shape[1:], stacked.dtype)
     dtype = params["head"].dtype
     x = jax.ShapeDtypeStruct((1, network.context, network.d_model), dtype)
-    plain = partial(model.queries_keys_values.__wrapped__, network)
-    qkv = jax.eval_shape(plain, block, x)
     for kernel in (queries_keys_values_kernel, mlp_kernel):
         yield kernel, partial(derivatives, partial(kernel, network)), (block, x)
+
+    width = network.d_model // network.n_heads
+    qkv = []
+    for count in (network.n_heads, network.n_kv_heads, network.n_kv_heads):
+        shape = (1, network.context, count, width)
+        qkv.append(jax.ShapeDtypeStruct(shape, jnp.dtype(network.dtype)))
     yield attention_kernel, partial(derivatives, attention_kernel), qkv
 
     z = jax.ShapeDtypeStruct((8, network.vocab_size), dtype)
@@ -123,8 +136,9 @@ def trials(network):
     for kernel in (quadratic_kernel, exact_kernel):
         yield kernel, partial(one_and_stacked, kernel), (z, v, streams, y)
 
-    columns = jax.ShapeDtypeStruct((1, network.d_model, network.d_model), dtype)
-    yield orthonormalize, orthonormalize, (columns,)
+    square = jax.ShapeDtypeStruct((1, network.d_model, network.d_model), dtype)
+    yield product_of_thirds, product_of_thirds, (square, square)
+    yield orthonormalize, orthonormalize, (square,)
 
 
 def derivatives(kernel, *x):

@@ -107,10 +107,11 @@ def quadratic_of_row(z, y, v, loss, value, u):
     mean = total_v / total  # p·v
     mean_square = total_vv / total  # p·v²
     label = y[...]
-    loss[...] = lse - z[label]
+    ell = lse - z[label]
     slope = mean - v[label].astype(z.dtype)  # g·v
     curvature = mean_square - mean * mean  # v·Hv
-    value[...] = loss[...] + slope + curvature / 2
+    loss[...] = ell
+    value[...] = ell + slope + curvature / 2
 
     def probabilities_and_change(j):
         p = jnp.exp(read(z, j, -jnp.inf) - lse)
@@ -171,7 +172,7 @@ def read(row, j, beyond):
 
 
 def no_sums(row, n):
-    """The sums of no tile, as `add_tile` has them: n of them, and the largest number yet."""
+    """The sums of no tile, as `add_tile` has them: the largest number yet, -∞, then n zeros."""
     zero = jnp.zeros((), row.dtype)
     return (zero - jnp.inf, *[zero] * n)
 

@@ -46,9 +46,9 @@ def queries_keys_values_kernel(network, p, x):
     norms = []
     if network.qk_norm:
         norms = [p["q_scale"], p["q_bias"], p["k_scale"], p["k_bias"]]
-    n_heads = (network.n_heads, network.n_kv_heads, network.n_kv_heads)
+    head_counts = (network.n_heads, network.n_kv_heads, network.n_kv_heads)
     norms = [in_halves(a, K) for a in norms]
-    q, k, v = split_heads(n_heads, in_halves(joint, K), *norms)
+    q, k, v = split_heads(head_counts, in_halves(joint, K), *norms)
     heads = (B, T, -1, K)
     return q.reshape(heads), k.reshape(heads), v.reshape(heads)
 
@@ -58,15 +58,15 @@ def in_halves(a, K):
     return a.reshape(*a.shape[:-1], -1, 2, K // 2)
 
 
-def split_heads(n_heads, joint, *norms):
+def split_heads(head_counts, joint, *norms):
     """Queries, keys and values [B, T, its heads, 2, K/2] of the joint array.
 
-    n_heads: how many heads each of the three has; norms: scale and bias of the queries, then of the
-    keys, [its heads, 2, K/2], or nothing.
+    head_counts: how many heads each of the three has; norms: scale and bias of the queries, then of
+    the keys, [its heads, 2, K/2], or nothing.
     """
 
     def value(joint, *norms):
-        rows, _ = launch(value_of_row, n_heads, [joint], [], by_kind(norms))
+        rows, _ = launch(value_of_row, head_counts, [joint], [], by_kind(norms))
         return rows
 
     def prepare(*inputs):
@@ -75,13 +75,13 @@ def split_heads(n_heads, joint, *norms):
     def push(inputs, d_joint, *d_norms):
         joint, *norms = inputs
         all_norms = by_kind(norms, d_norms)
-        changes, _ = launch(change_of_row, n_heads, [joint, d_joint], [], all_norms)
+        changes, _ = launch(change_of_row, head_counts, [joint, d_joint], [], all_norms)
         return changes
 
     def pull(inputs, u):
         joint, *norms = inputs
-        (joint_bar,), sums = launch(cotangent_of_row, n_heads, [joint], u, by_kind(norms))
-        norms_bar = [jnp.sum(a, axis=(0, 1)) for kind in sums for a in kind]  # over the programs
+        (joint_bar,), sums = launch(cotangent_of_row, head_counts, [joint], u, by_kind(norms))
+        norms_bar = [jnp.sum(a, axis=(0, 1)) for a in jax.tree.leaves(sums)]  # over the programs
         return joint_bar, *norms_bar
 
     return with_derivative(value, prepare, push, pull)(joint, *norms)
@@ -99,8 +99,8 @@ def by_kind(*norms):
 
 def angles(T, half, dtype):
     """cos and sin of the angles by which rows are rotated, each [T, K/2]."""
-    period = 10_000.0 ** (jnp.arange(half) / half)  # [K/2], over 2π
-    angle = jnp.arange(T)[:, None] / period[None]
+    positions_per_radian = 10_000.0 ** (jnp.arange(half) / half)  # [K/2]
+    angle = jnp.arange(T)[:, None] / positions_per_radian[None]
     return [jnp.cos(angle).astype(dtype), jnp.sin(angle).astype(dtype)]
 
 
@@ -123,10 +123,10 @@ def norm_and_rotate(turn, size, inside, x, scale_and_bias):
         x = [(a - mean) * inside for a in x]
         variance = total([a * a for a in x]) / size
         over_std = jax.lax.rsqrt(variance + 1e-6)
-        x = [a * over_std * s + b for a, s, b in zip(x, scale, bias, strict=True)]
-    a, b = x
+        x = [half * over_std * s + shift for half, s, shift in zip(x, scale, bias, strict=True)]
+    first, second = x
     cos, sin = turn
-    return [a * cos - b * sin, a * sin + b * cos]
+    return [first * cos - second * sin, first * sin + second * cos]
 
 
 def unchanged(x, norms):
@@ -163,42 +163,42 @@ def cotangent_of_row(f, rows, norms):
 # ---- the grid ------------------------------------------------------------------------------------
 
 
-def launch(of_row, n_heads, joint, separate, norms):
+def launch(of_row, head_counts, joint, cotangents, norms):
     """What `of_row` makes of each row of queries, keys and values, and what it sums up.
 
-    joint: joint arrays; separate: nothing, or an array for each of the three kinds; `of_row` gets a
-    row of all joint arrays and of the array of its kind. norms: for each kind, arrays [heads, 2,
-    K/2]. Returns the rows: an array for each kind, or, where separate arrays are given, one joint
-    array. Then for each kind a list of sums like its norms, [programs, B, heads, 2, K/2], or
+    joint: joint arrays; cotangents: nothing, or, for a pullback, an array for each of the three
+    kinds; `of_row` gets a row of all joint arrays and of the array of its kind. norms: for each
+    kind, arrays [heads, 2, K/2]. Returns the rows: an array for each kind, or, of a pullback, one
+    joint array. Then for each kind a list of sums like its norms, [programs, B, heads, 2, K/2], or
     nothing.
     """
     B, T, n_joint, _, half = joint[0].shape
     dtype = wide(joint[0]).dtype
-    rows = ROWS_SUMMED if separate else ROWS
+    n_rows = ROWS_SUMMED if cotangents else ROWS
     broad = pl.next_power_of_2(half)
-    tall = [pl.next_power_of_2(n) for n in n_heads]
-    grid = (pl.cdiv(T, rows), B)
+    tall = [pl.next_power_of_2(n) for n in head_counts]
+    grid = (pl.cdiv(T, n_rows), B)
 
-    angle_block = pl.BlockSpec((rows, broad), lambda i, b: (i, 0))
-    joint_block = block_of_rows(rows, sum(tall), broad)
-    blocks = [block_of_rows(rows, n, broad) for n in tall]
-    if separate:
+    angle_block = pl.BlockSpec((n_rows, broad), lambda i, b: (i, 0))
+    joint_block = block_of_rows(n_rows, sum(tall), broad)
+    blocks = [block_of_rows(n_rows, n, broad) for n in tall]
+    if cotangents:
         made = [jax.ShapeDtypeStruct((B, T, n_joint, 2, half), joint[0].dtype)]
         made_blocks = [joint_block]
         summed = norms
     else:
-        made = [jax.ShapeDtypeStruct((B, T, n, 2, half), joint[0].dtype) for n in n_heads]
+        made = [jax.ShapeDtypeStruct((B, T, n, 2, half), joint[0].dtype) for n in head_counts]
         made_blocks = blocks
         summed = [[], [], []]
     sums = jax.tree.map(lambda a: jax.ShapeDtypeStruct((*grid, *a.shape), dtype), summed)
 
     return pl.pallas_call(
-        partial(positions, of_row, n_heads, T, half),
+        partial(positions, of_row, head_counts, T, half),
         grid=grid,
         in_specs=[
             [angle_block, angle_block],
             [joint_block] * len(joint),
-            blocks[: len(separate)],
+            blocks[: len(cotangents)],
             jax.tree.map(block_of_norm, norms),
         ],
         out_specs=(made_blocks, jax.tree.map(block_of_sum, summed)),
@@ -206,12 +206,12 @@ def launch(of_row, n_heads, joint, separate, norms):
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=2),
         interpret=kernels.INTERPRET,
         name=f"heads_{of_row.__name__}",
-    )(angles(T, half, dtype), joint, list(separate), norms)
+    )(angles(T, half, dtype), joint, list(cotangents), norms)
 
 
-def block_of_rows(rows, heads, broad):
-    """`rows` positions of one sequence."""
-    return pl.BlockSpec((None, rows, heads, 2, broad), lambda i, b: (b, i, 0, 0, 0))
+def block_of_rows(n_rows, heads, broad):
+    """`n_rows` positions of one sequence."""
+    return pl.BlockSpec((None, n_rows, heads, 2, broad), lambda i, b: (b, i, 0, 0, 0))
 
 
 def block_of_norm(a):
@@ -275,15 +275,15 @@ class Heads(NamedTuple):
             triton.store(self.place(side, *row), a[:, None], mask=mask)
 
 
-def positions(of_row, n_heads, T, half, turn, joint, separate, norms, made, sums):
-    """The kernel: `rows` positions of one sequence; all arguments from `turn` on are references."""
-    rows = turn[0].shape[0]
-    rows_left = jnp.minimum(rows, T - rows * pl.program_id(0))
-    for kind, count in enumerate(n_heads):
-        first = sum(n_heads[:kind])
+def positions(of_row, head_counts, T, half, turn, joint, cotangents, norms, made, sums):
+    """The kernel: n_rows positions of one sequence; all arguments from `turn` on are references."""
+    n_rows = turn[0].shape[0]
+    rows_left = jnp.minimum(n_rows, T - n_rows * pl.program_id(0))
+    for kind, count in enumerate(head_counts):
+        first = sum(head_counts[:kind])
         inputs = [Heads(ref, first, count, half) for ref in joint]
-        if separate:
-            inputs.append(Heads(separate[kind], 0, count, half))
+        if cotangents:
+            inputs.append(Heads(cotangents[kind], 0, count, half))
             output = Heads(made[0], first, count, half)
         else:
             output = Heads(made[kind], 0, count, half)

@@ -1,8 +1,8 @@
 """The MLP: what lies between its products is computed again in the pullback, not kept for it.
 
-Nothing here is a kernel. The products are XLA's, and so is what lies between them; it is [B, T, F],
-the largest arrays of a block. Between the value and the pullback only the first products wait in
-memory.
+Nothing here is written in Pallas. The products are XLA's, and so is what lies between them; it is
+[B, T, F], the largest arrays of a block. Between the value and the pullback only the first products
+wait in memory.
 """
 
 import jax

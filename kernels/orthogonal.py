@@ -23,15 +23,13 @@ import jax
 import jax.numpy as jnp
 from jax.lax.linalg import triangular_solve
 
-import kernels
-
 PASSES = 6  # the most of them
 LEAF = 256  # the most columns that Cholesky makes orthonormal at once
 FEW = 16  # so few columns go to Cholesky wherever they begin
 
 
-def exact_product(a, b):
-    """a b, where no factor is rounded. (By default a GPU rounds float32 factors to fewer digits.)
+def product_of_thirds(a, b):
+    """optimizers.full_product on a GPU.
 
     A float32 has 24 binary digits. So it is the sum of three bfloat16, of 8 digits each, which GPUs
     are fast at. Of the nine products of such thirds, the six largest are enough. On an H200:
@@ -41,7 +39,7 @@ def exact_product(a, b):
         768, 122 matrices     2.4, 2.6                      8e-7, 5e-7
     """
     precision = "highest"
-    if a.dtype == jnp.float32 and kernels.capable():
+    if a.dtype == jnp.float32:
         precision = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6
     return jnp.matmul(a, b, precision=precision)
 
@@ -49,8 +47,8 @@ def exact_product(a, b):
 def orthonormalize(A):
     """Q of A = Q R for each matrix of a stack [n, d, d]; the signs of its columns may be others.
 
-    A matrix whose result is not orthonormal is decomposed by itself, such as one with a column of
-    zeros: its result is NaN.
+    Where the result of Gram-Schmidt is not orthonormal (with a column of zeros it is NaN), that
+    matrix is decomposed by `jnp.linalg.qr` instead.
     """
 
     def goes_on(state):
@@ -75,9 +73,9 @@ def orthonormalize(A):
     return jax.lax.cond(jnp.all(good), lambda: Q, decompose_others)
 
 
-def keep_or_decompose(good_Q_A):
-    """(good, Q, A) of one matrix -> its Q if that is good, otherwise that of A = Q R."""
-    good, Q, A = good_Q_A
+def keep_or_decompose(one_matrix):
+    """Q if that is good, otherwise that of A = Q R; one_matrix: (good, Q, A)."""
+    good, Q, A = one_matrix
     return jax.lax.cond(good, lambda: Q, lambda: jnp.linalg.qr(A)[0])
 
 
@@ -108,7 +106,7 @@ def gram_schmidt(A, departure, start=0):
         return cholesky_qr(A, departure)
     left, right = jnp.split(A, [k // 2], axis=-1)
     left = gram_schmidt(left, departure, start)
-    right = right - exact_product(left, exact_product(left.mT, right))
+    right = right - product_of_thirds(left, product_of_thirds(left.mT, right))
     right = gram_schmidt(right, departure, start + k // 2)
     return jnp.concatenate([left, right], axis=-1)
 
@@ -116,13 +114,13 @@ def gram_schmidt(A, departure, start=0):
 def cholesky_qr(X, departure):
     """Q of X = Q R by Cholesky's decomposition, for a few columns; NaN where that fails."""
     X = unit_columns(X)  # again: what is left of some may be short
-    G = jnp.matmul(X.mT, X, precision="highest")
-    eye = jnp.broadcast_to(jnp.eye(G.shape[-1], dtype=G.dtype), G.shape)
-    # Rounding may make G's smallest eigenvalue negative. So a little is added to the diagonal: less
+    gram = jnp.matmul(X.mT, X, precision="highest")
+    eye = jnp.broadcast_to(jnp.eye(gram.shape[-1], dtype=gram.dtype), gram.shape)
+    # Rounding may make its smallest eigenvalue negative. So a little is added to the diagonal: less
     # where the columns are nearly orthonormal, so that the last pass is exact.
-    rounding = G.shape[-1] * jnp.finfo(G.dtype).eps
+    rounding = gram.shape[-1] * jnp.finfo(gram.dtype).eps
     shift = jnp.minimum(departure, 3) * rounding
-    C = jnp.linalg.cholesky(G + shift[:, None, None] * eye, symmetrize_input=False)
+    C = jnp.linalg.cholesky(gram + shift[:, None, None] * eye, symmetrize_input=False)
     C_inverse = triangular_solve(C, eye, left_side=True, lower=True)  # a product with it is fast
     return unit_columns(jnp.matmul(X, C_inverse.mT, precision="highest"))
 

@@ -127,8 +127,7 @@ def random_params(config, seed=0):
             noise = 0.1 * noise + 1
         return jnp.asarray(noise, dtype)
 
-    shapes = jax.eval_shape(functools.partial(model.init, config), jax.random.key(0))
-    return jax.tree_util.tree_map_with_path(draw, shapes)
+    return jax.tree_util.tree_map_with_path(draw, model.shapes(config))
 
 
 def random_tokens(config, size, seed=0):

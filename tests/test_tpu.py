@@ -25,7 +25,7 @@ import train
 from runtime import parallel
 
 NETWORK = replace(TOY, n_layers=1, dtype="bfloat16")
-PARAMS = jax.eval_shape(partial(model.init, NETWORK), jax.random.key(0))
+PARAMS = model.shapes(NETWORK)
 TOKENS = random_tokens(NETWORK, 4)
 # Linear algebra of SOAP, which XLA has on a TPU too.
 LINEAR_ALGEBRA = {"Eigh", "Qr", "ProductOfElementaryHouseholderReflectors"}

@@ -40,7 +40,7 @@ from kernels.cross_entropy import (  # noqa: E402
 )
 from kernels.heads import queries_keys_values_kernel  # noqa: E402
 from kernels.mlp import mlp_kernel  # noqa: E402
-from kernels.orthogonal import exact_product, orthonormalize  # noqa: E402
+from kernels.orthogonal import orthonormalize, product_of_thirds  # noqa: E402
 
 METHODS = {"gn": gn, "gn_prox": gn_prox, "layerwise_gn": layerwise_gn}
 
@@ -234,7 +234,7 @@ def soap_checks(sizes=((3, 768), (2, 2048))):
     for n, d in sizes:
         a, b = normal(d, jnp.float32, (n, d, d), (n, d, d))
         exact = np.matmul(np.asarray(a, np.float64), np.asarray(b, np.float64))
-        yield compared(f"SOAP's product d {d}", jax.jit(exact_product)(a, b), exact, 1e-5)
+        yield compared(f"SOAP's product d {d}", jax.jit(product_of_thirds)(a, b), exact, 1e-5)
 
         A = a * jnp.logspace(0, -6, d)[None, :, None]
         Q = np.asarray(jax.jit(orthonormalize)(A), np.float64)
@@ -317,7 +317,7 @@ def choice_checks(network, batch):
     """
     network = replace(network, dtype="bfloat16")
     with on_a_new_card():
-        choice.choose(network)
+        choice.choose(network, model.shapes(network))
         for kernel, name in choice.NAMES.items():
             yield f"tried: {name}", float(kernel not in kernels.passed), 0
         yield from gradient_checks(network, batch, names=("gn",))
@@ -325,7 +325,7 @@ def choice_checks(network, batch):
     attention.pushforward = greedy_pushforward
     try:
         with on_a_new_card():
-            choice.choose(network)  # says so on stderr
+            choice.choose(network, model.shapes(network))  # says so on stderr
             left_out = {*choice.NAMES} - kernels.passed
             yield "too greedy: attention alone left out", float(left_out != {attention_kernel}), 0
             yield from gradient_checks(network, batch, names=("gn",))

@@ -11,6 +11,7 @@ from conftest import TOY
 from interpreted import interpreted
 
 import kernels
+import model
 from kernels import attention, choice, cross_entropy
 
 
@@ -62,16 +63,29 @@ def test_dtype_and_kernels_are_what_all_devices_can_do(devices, shown, dtype, ca
         assert kernels.takes_over(kernel) == (forms == "GPU kernels")
 
 
-def test_in_float32_only_the_kernels_of_the_loss_are_used(devices):
+def test_in_float32_only_the_kernels_for_any_dtype_are_named(devices):
+    for_bfloat16 = "queries, keys and values; attention; the MLP"
     devices(H200)
-    assert choice.forms(TOY) == "GPU kernels for the loss only"
+    assert choice.forms(TOY) == f"GPU kernels, but plain JAX for {for_bfloat16}"
+    devices(A100)
+    kernels.passed.add(attention.attention_kernel)  # which float32 does not suit
+    assert choice.forms(TOY) == "plain JAX"
+
+
+def test_the_kernels_for_any_dtype_are_those_that_take_float32():
+    """In float32, a trial of any other kernel makes nothing, as its plain function runs."""
+    takes_float32 = set()
+    for kernel, f, shapes in choice.trials(TOY, model.shapes(TOY)):
+        if jax.tree.leaves(jax.eval_shape(f, *shapes)):
+            takes_float32.add(kernel)
+    assert takes_float32 == {*choice.FOR_ANY_DTYPE}
 
 
 @pytest.mark.parametrize("shown", [CPU, TPU, T4, H200, MI300])
 def test_nothing_is_tried_where_it_is_known(devices, monkeypatch, shown, capsys):
     devices(shown)
     monkeypatch.setattr(choice, "trials", None)
-    choice.choose(TOY)
+    choice.choose(TOY, None)
     assert not capsys.readouterr().err
 
 
@@ -82,14 +96,14 @@ def test_every_kernel_in_use_is_tried():
     for path in root.glob("*.py"):
         in_use |= set(re.findall(r"^@on_gpu\((\w+)\)", path.read_text(encoding="utf-8"), re.M))
     assert {kernel.__name__ for kernel in choice.NAMES} == in_use
-    assert {kernel for kernel, _, _ in choice.trials(TOY)} == {*choice.NAMES}
+    assert {kernel for kernel, _, _ in choice.trials(TOY, model.shapes(TOY))} == {*choice.NAMES}
 
 
 def choose_on_an_a100(devices):
     """Tries the kernels step by step on a CPU, in place of an A100."""
     devices(A100)
     with interpreted():
-        choice.choose(replace(TOY, dtype="float64"))
+        choice.choose(replace(TOY, dtype="float64"), model.shapes(TOY))
 
 
 def test_kernels_that_pass_are_used(devices, capsys):
@@ -112,8 +126,8 @@ def two_trials(monkeypatch):
     trials = choice.trials
     two = attention.attention_kernel, cross_entropy.cross_entropy_kernel
 
-    def of_two(network):
-        return [trial for trial in trials(network) if trial[0] in two]
+    def of_two(network, params):
+        return [trial for trial in trials(network, params) if trial[0] in two]
 
     monkeypatch.setattr(choice, "trials", of_two)
 

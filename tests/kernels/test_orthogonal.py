@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kernels
+import optimizers
 from kernels import orthogonal
 
 
@@ -158,20 +159,20 @@ def test_the_departure_shows_any_two_columns_that_are_not_orthogonal():
 
 
 @pytest.mark.parametrize(
-    "dtype, capable, precision",
+    "dtype, passed, precision",
     [
-        ("float32", True, "BF16_BF16_F32_X6"),
-        ("float32", False, "HIGHEST"),
-        ("float64", True, "HIGHEST"),
+        ("float32", {orthogonal.product_of_thirds}, "BF16_BF16_F32_X6"),
+        ("float32", set(), "HIGHEST"),
+        ("float64", {orthogonal.product_of_thirds}, "HIGHEST"),
     ],
 )
-def test_products_round_no_factor(monkeypatch, dtype, capable, precision):
+def test_products_round_no_factor(monkeypatch, dtype, passed, precision):
     """What is asked of the compiler; a CPU computes the same for all of them."""
-    monkeypatch.setattr(kernels, "capable", lambda: capable)
+    monkeypatch.setattr(kernels, "passed", passed)
     a = np.random.default_rng(3).normal(size=(2, 20, 20)).astype(dtype)
     with jax.enable_x64(True):
-        program = jax.make_jaxpr(lambda a, b: orthogonal.exact_product(a, b))(a, a)  # traced anew
+        program = jax.make_jaxpr(lambda a, b: optimizers.full_product(a, b))(a, a)  # traced anew
         assert precision in str(program)
-        found = orthogonal.exact_product(a, a)
+        found = optimizers.full_product(a, a)
         assert found.dtype == dtype
         np.testing.assert_allclose(found, a @ a, atol=1e-5)
