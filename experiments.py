@@ -407,6 +407,7 @@ EXPERIMENTS["45m"] = Experiment(
     f"""
 {FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.01 --average 0,0.95
 {FORTY_FIVE_M_PROX} --steps 12 --lr 0.01
+{FORTY_FIVE_M_LAYERWISE} --schedule 'global cosine' --steps 14 --lr 0.015 --average 0.95
 {FORTY_FIVE_M_SOAP} --lr 0.005
 {FORTY_FIVE_M_MUON} --lr 0.03
 """,
@@ -430,8 +431,8 @@ EXPERIMENTS["45m-12m-grids"] = Experiment(
 {FORTY_FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.003,0.006
 {FORTY_FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.006 --average 0.99
 {FORTY_FIVE_M_PROX} --steps 6 --lr 0.006,0.01
-{FORTY_FIVE_M_SOAP} --lr 0.005,0.008
-{FORTY_FIVE_M_MUON} --lr 0.02,0.03
+{FORTY_FIVE_M_SOAP} --lr 0.005
+{FORTY_FIVE_M_MUON} --lr 0.03
 """,
 )
 
@@ -442,7 +443,6 @@ EXPERIMENTS["45m-12m"] = Experiment(
 {FORTY_FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.006 --average 0.99
 {FORTY_FIVE_M_PROX} --steps 6 --lr 0.006
 {FORTY_FIVE_M_SOAP} --lr 0.005
-{FORTY_FIVE_M_MUON} --lr 0.03
 """,
 )
 

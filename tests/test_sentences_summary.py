@@ -1,0 +1,91 @@
+"""The tables of steps and seconds under "In short" in RESULTS.md are what the logs give."""
+
+import pytest
+from sentences import groups_of, range_of, runs_of, steps_by_seed, sum_of_steps, words_of
+
+import comparison
+
+FIVE_M = {"lr": 0.003, "b2": 0.999}  # the setting of full Gauss-Newton at 12m that fails at no seed
+PLAIN = {"average": 0.0}  # on 45m at 4m: a line search to θ
+TO_TARGETS = {  # the row of a table: the file, the target, and flags of the methods that need some
+    "`5m`, 12m, 3.21": ("5m-12m", 3.21, {"gn": FIVE_M}),
+    "[from a lower start](#5m-steps-of-12m-tokens-from-a-lower-loss), 3.1": (
+        "5m-12m-late",
+        3.1,
+        {"gn_prox": {"steps": 6}},
+    ),
+    "`45m`, 4m, 4.1": ("45m", 4.1, {"gn": PLAIN}),
+    "`45m`, 12m, 4.1": ("45m-12m", 4.1, {}),
+}
+METHODS = ("gn", "gn_prox", "layerwise_gn", "soap", "muon")
+
+
+def span(numbers):
+    """The different numbers of some, as a cell has them: 5; 5 or 6; 5 to 7."""
+    low, high = int(min(numbers)), int(max(numbers))
+    if low == high:
+        return f"{low}"
+    return f"{low} or {high}" if high == low + 1 else f"{low} to {high}"
+
+
+def cells_of(row, number_of):
+    """The cells of a row: what `number_of` makes of the runs of each method, over the seeds."""
+    file, target, flags_of = TO_TARGETS[row]
+    cells = []
+    for method in METHODS:
+        flags = flags_of.get(method, {}) | {"method": method}
+        runs = runs_of(f"results/{file}.jsonl", **flags)
+        if not runs and method == "muon":  # on 45m at 12m: only with the seed of the choice
+            runs = runs_of(f"results/{file}-grids.jsonl", **flags)
+        assert all(run["rows"][-1]["val_loss"] <= target for run in runs)
+        cell = number_of(runs) if runs else "-"
+        cells.append(f"{cell}, one seed" if len(runs) == 1 else cell)
+    return " | ".join(cells)
+
+
+@pytest.mark.parametrize("row", TO_TARGETS)
+def test_so_many_steps_are_needed_to_a_target(row):
+    (words,) = words_of("RESULTS.md")
+    cells = cells_of(row, lambda runs: span([run["rows"][-1]["step"] for run in runs]))
+    assert f"| {row} | {cells} |" in words
+
+
+@pytest.mark.parametrize("row", [row for row in TO_TARGETS if "lower" not in row])
+def test_the_steps_take_so_many_seconds(row):
+    (words,) = words_of("RESULTS.md")
+
+    def seconds(runs):
+        times = [sum_of_steps(run, "seconds") for run in runs]
+        low, high = range_of(times).split(" to ")
+        return low if low == high else f"{low} to {high}"
+
+    assert f"| {row} | {cells_of(row, seconds)} |" in words
+
+
+@pytest.mark.parametrize("row, file", [("`tiny`, 131k", "tiny"), ("`5m`, 4m", "5m")])
+def test_so_many_steps_are_needed_to_the_last_loss_of_soap(row, file):
+    asked, groups = groups_of(f"results/{file}.jsonl")
+    (best,) = comparison.find_best_baselines(groups).values()
+    assert best.method == "soap"
+    cells = []
+    for method in ("gn", "gn_prox", "layerwise_gn", "soap"):
+        (group,) = groups[groups.method == method].itertuples()
+        steps = comparison.count_steps_to_loss_of(asked, best, group)
+        assert len(steps) == 3
+        cells.append(span(steps.values()))
+    (words,) = words_of("RESULTS.md")
+    assert f"| {row}, SOAP's last | {' | '.join(cells)} | - |" in words
+
+
+def test_the_layerwise_form_of_45m_is_no_slower_than_is_said():
+    """At the same seeds. Ranges that overlap are no difference."""
+    flags = {"average": 0.0, "method": "gn"}
+    gn = steps_by_seed("results/45m.jsonl", [1, 2, 3], 4.1, **flags)
+    layerwise = steps_by_seed("results/45m.jsonl", [1, 2, 3], 4.1, method="layerwise_gn")
+    ratios = [many / few for many, few in zip(layerwise, gn, strict=True)]
+    assert min(layerwise) <= max(gn)
+    (words,) = words_of("RESULTS.md")
+    said = f"{min(ratios):.1f} to {max(ratios):.1f}"
+    assert f"{said} on `45m` at 4m, which is no difference |" in words
+    assert f"needs 10 or 11 steps**, {said} times as many as full Gauss-Newton, which is" in words
+    assert {*gn} == {*layerwise} == {10, 11}
