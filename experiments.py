@@ -642,13 +642,18 @@ def pack(file, folders):
 
 def list_experiments():
     """Lists the experiments, with what they ask and how many of their runs are there."""
+    not_counted = {}  # {why: names of experiments}
     for name, experiment in EXPERIMENTS.items():
         try:
             jobs = jobs_of(name)
             done = len(jobs) - len(find_missing(jobs, packed.read(results_of(name))))
-            print(f"{name}: {done} of {len(jobs)} runs. {experiment.question}")
+            count = f"{done} of {len(jobs)} runs"
         except ValueError as error:  # such as a vocabulary that is not on this machine
-            say(f"{name}: {error}")
+            not_counted.setdefault(str(error), []).append(name)
+            count = "runs not counted"
+        print(f"{name}: {count}. {experiment.question}")
+    for why, names in not_counted.items():
+        say(f"not counted: {', '.join(names)}: {why}")
 
 
 # ---- the command line ----------------------------------------------------------------------------

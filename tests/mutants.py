@@ -726,6 +726,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("runtime/packed.py", "a path of this machine is published", 'config = saved["config"] | {"data": text}', 'config = saved["config"]'),
     ("runtime/packed.py", "settings that were changed are forgotten", 'if about.get("jax_settings") == USUAL_SETTINGS:', 'if "jax_settings" in about:'),
     ("runtime/packed.py", "what a file has is lost", "        kept = [shorten(run) for run in read(path)]\n", "        kept = []\n"),
+    ("experiments.py", "why runs are not counted is said of one experiment only", "not_counted.setdefault(str(error), []).append(name)", "not_counted[str(error)] = [name]"),
     ("experiments.py", "a run is made again on another machine", "        if not any(is_same(saved, job.run) for saved in ended):\n", "        if True:\n"),
     ("experiments.py", "a run that was stopped counts as made", "    if not has_ended(saved):\n", '    if not saved["rows"]:\n'),
     ("experiments.py", "texts are mixed in one file", '    check_text(file, comparison.held_out_of(saved["config"]), folder)\n', ""),

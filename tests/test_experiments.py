@@ -276,3 +276,22 @@ def test_the_commands_of_an_experiment_are_valid_and_its_file_holds_nothing_else
     for saved in packed.read(ROOT / experiments.results_of(name)):
         found = [job for job in jobs if experiments.is_same(saved, job.run)]
         assert len(found) == 1, saved["config"]
+
+
+def test_a_list_says_once_why_runs_are_not_counted(monkeypatch, capsys):
+    """Where GPT-2's vocabulary is not on this machine, for example."""
+
+    def jobs_of(name):
+        if name.startswith("5m"):
+            raise ValueError("no vocabulary")
+        return []
+
+    monkeypatch.setattr(experiments, "jobs_of", jobs_of)
+    experiments.list_experiments()
+    out, err = capsys.readouterr()
+    names = [*experiments.EXPERIMENTS]
+    lines = out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == names
+    of_5m = [name for name in names if name.startswith("5m")]
+    assert sum("runs not counted" in line for line in lines) == len(of_5m)
+    assert err == f"not counted: {', '.join(of_5m)}: no vocabulary\n"
