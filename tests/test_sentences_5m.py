@@ -153,14 +153,10 @@ def test_it_takes_so_many_steps_of_12m_tokens_to_the_target():
         ratios = [many / few for few, many in zip(steps["gn"][:3], steps[name], strict=True)]
         assert min(ratios) <= min(steps[name]) / 8 and max(steps[name]) / 8 <= max(ratios)
 
-    assert {round(number) for number in seconds["gn_prox"]} == {19}
-    assert {round(number) for number in kilojoules["gn_prox"]} == {12}
-    costs = {
-        name: f"{range_of(seconds[name])} s and {range_of(kilojoules[name])} kJ" for name in steps
-    }
-    assert f"Prox-linear takes 19 s and 12 kJ, full Gauss-Newton {costs['gn']}, " in words
-    assert f"SOAP {costs['soap']}, and Muon {costs['muon']}." in words
-    assert f"Layerwise takes {costs['layerwise_gn']}, which is hardly" in words
+    assert max(seconds["gn"] + seconds["gn_prox"]) < min(seconds["soap"] + seconds["muon"])
+    assert max(kilojoules["gn"] + kilojoules["gn_prox"]) < min(kilojoules["soap"])
+    assert 0.9 < np.mean(seconds["layerwise_gn"]) / np.mean(seconds["soap"]) < 1  # "hardly less"
+    assert 1 < np.mean(kilojoules["layerwise_gn"]) / np.mean(kilojoules["soap"]) < 1.1
 
     assert "about 133m tokens" in words
     often = {name: [] for name in steps}
@@ -206,20 +202,6 @@ def test_it_takes_so_many_steps_from_a_lower_loss():
     ratios = to_gauss_newton(prox, of_gn[:3])
     assert f"From the higher loss, prox-linear needed {extremes(ratios)} times as many" in words
 
-    costs = {}
-    for method in ("gn", "gn_prox", "layerwise_gn", "soap", "muon"):
-        flags = {"method": method}
-        if method == "gn_prox":
-            flags["steps"] = 6
-        runs = runs_of(file, **flags)
-        seconds = range_of([sum_of_steps(run, "seconds") for run in runs])
-        kilojoules = range_of([sum_of_steps(run, "joules") / 1000 for run in runs])
-        costs[method] = f"{seconds} s and {kilojoules} kJ"
-    assert f"full Gauss-Newton takes {costs['gn']}, prox-linear 15 to 16 s and 10 kJ" in words
-    assert costs["gn_prox"] == "15 to 16 s and 10 to 10 kJ"
-    said = [f"layerwise {costs['layerwise_gn']}", f"SOAP {costs['soap']}", f"Muon {costs['muon']}"]
-    assert f"{', '.join(said)}." in words
-
     lower = [run["rows"][0]["val_loss"] for run in runs_of(file)]
     higher = [run["rows"][0]["val_loss"] for run in runs_of("results/5m-12m.jsonl")]
     starts = f"{min(lower):.2f} to {max(lower):.2f} in place of {min(higher):.2f} to"
@@ -254,12 +236,12 @@ def test_layerwise_takes_so_many_steps_of_12m_tokens():
     assert f"needs 10 at every seed**: {to_gn} times as many as full" in words
     assert f"and {ratios_of(layerwise, soap)} times fewer than SOAP. The paper has 1.4" in words
     assert f"| layerwise | SOAP | 3.4 | 4 | 5 | {ratios_of(layerwise, soap)} |" in words
-    assert f"but it ends higher on both; {to_gn} on `5m` at 12m;" in words
+    assert f"but it ends higher on both; {to_gn} on `5m` at 12m, at a learning rate that" in words
     apart = [many - few for many, few in zip(layerwise, gn[:3], strict=True)]
     assert "at two of the three seeds it is one step" in words
     assert sorted(apart) == [1, 1, 2]
     tried = runs_of("results/5m-12m-grids.jsonl", method="layerwise_gn")
-    assert f"7 of prox-linear, {len(tried)} of the layerwise form, and 5 each" in words
+    assert f"| layerwise | {len(tried)} | learning rate |" in words
     ends = {run["config"]["lr"]: run["rows"][-1] for run in tried}
     assert ends[0.006]["step"] == ends[0.01]["step"] == 9
     lower = ends[0.006]["val_loss"] - ends[0.01]["val_loss"]
@@ -272,7 +254,10 @@ def test_so_many_settings_of_gauss_newton_were_tried_at_12m_tokens():
     best = min(reached)
     assert reached.count(best) == 9
     (words,) = words_of("RESULTS.md")
-    assert f"(`5m-12m-grids`): {len(runs)} of full Gauss-Newton were tried" in words
+    assert f"| full Gauss-Newton | {len(runs)} | learning rate, schedule," in words
+    of_prox = runs_of("results/5m-12m-grids.jsonl", method="gn_prox")
+    assert f"| prox-linear | {len(of_prox)} | learning rate, average," in words
+    assert "| SOAP, Muon | 5 each | learning rate, schedule |" in words
     assert f"nine settings need {best} steps, and none needs fewer" in words
 
 
@@ -590,7 +575,7 @@ def test_a_larger_batch_takes_as_much_time_as_is_said():
     for group in groups.drop_duplicates(["method", "batch"]).itertuples():
         flags = {"method": group.method, "batch": group.batch, "lr": group.setting["lr"]}
         _, *rows = the_run_of("results/5m-batches.jsonl", **flags)["rows"]
-        first[group.method, group.batch] = rows[0]["seconds"]
+        first[group.method, group.batch] = [row["seconds"] for row in rows[:2]]
         cells[group.method, group.batch] = "not reached"
         reached = [row["val_loss"] <= 3.21 for row in rows]
         if any(reached):
@@ -609,16 +594,40 @@ def test_a_larger_batch_takes_as_much_time_as_is_said():
         assert min(of_method, key=of_method.get) == batches[0]  # "take the least time"
 
     (words,) = words_of("RESULTS.md")
-    gn, prox, muon, soap = (f"{first[method, batches[0]]:.1f}" for method in names)
-    assert f"compilation: {gn}, {prox}, {muon} and {soap} s at 400k" in words
-    assert f"for a step, Muon takes {seconds['muon', 16_384]:.0f} s." in words
+    of_ten = {name: first[name, batches[0]] for name in names}
+    ten, next_ten = (
+        "{:.1f}, {:.1f}, {:.1f} and {:.1f} s".format(*[pair[i] for pair in of_ten.values()])
+        for i in (0, 1)
+    )
+    said = f"the first ten steps take {ten}, in the order of the table, and the next ten"
+    assert f"{said} {next_ten}." in words
+    compiled = {name: pair[0] - pair[1] for name, pair in of_ten.items()}
+    assert round(compiled.pop("soap")) == 8 and max(compiled.values()) < 2.1
+    assert "about 8 s of SOAP's are compilation, and up to 2 s of the others'." in words
+    bound = the_run_of("results/5m-batches.jsonl", method="muon", batch=16_384, lr=0.01)["rows"]
+    until = [row["seconds"] for row in bound[1:6]]
+    said = f"Muon takes {sum(until[:4]):.0f} to {sum(until):.0f} s: its loss is measured after"
+    assert f"{said} every 250th step, and is {bound[4]['val_loss']:.3f} after 1,000." in words
     assert round(seconds["muon", batches[0]] / seconds["gn_prox", batches[0]]) == 2  # "half"
     gn, muon, soap = (f"{seconds[method, batches[0]]:.0f} s" for method in ("gn", "muon", "soap"))
     prox = f"{seconds['gn_prox', batches[0]]:.0f}"
     numbers = [text.removesuffix(" s") for text in (gn, prox, soap, muon)]
     row = "3.21, one seed | {} | {} | - | {} | {} |".format(*numbers)
     assert row in words
-    assert f"Of SOAP's {soap}, {first['soap', batches[0]]:.0f} s are its first step" in words
+    to_3_21 = {}
+    for method, name in (("gn", "full Gauss-Newton"), ("gn_prox", "prox-linear")):
+        to_3_21[name] = [cells[method, batch].partition("(")[2][:-1] for batch in batches]
+    said = [f"{name} goes from {steps[1]} steps to {steps[3]}" for name, steps in to_3_21.items()]
+    assert said[0] in words and said[1].replace("goes ", "").replace(" steps", "") in words
+    soap_at_1m = cells["soap", batches[1]].partition("(")[2][:-1]
+    muon_at_1m = cells["muon", batches[1]].partition("(")[2][:-1]
+    grids = "results/5m-12m-grids.jsonl"
+    at_12m = []
+    for method in ("soap", "muon"):
+        runs = runs_of(grids, method=method, schedule="constant")
+        at_12m.append(min(run["rows"][-1]["step"] for run in runs))
+    said = f"SOAP from {soap_at_1m} to {at_12m[0]} and Muon from {muon_at_1m} to {at_12m[1]} (one"
+    assert said in words
     (readme,) = words_of("README.md")
     assert f"Gauss-Newton {gn}, Muon {muon}, prox-linear {prox} s and SOAP {soap} (one" in readme
 
