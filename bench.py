@@ -41,18 +41,18 @@ class Config:
     # words, or beginnings of words, between commas: only rows that have one, such as "gn: inner";
     # default: all
     rows: str = ""
-    inner_batch: int = 0  # sequences in an inner batch; default 8 for tiny, else 32
+    inner_batch: int = None  # sequences in an inner batch; default 8 for tiny, else 32
     inner_steps: int = 8  # inner batches in the outer steps
     dtype: str = ""  # float32 | bfloat16; default: what suits the devices
-    vocab_size: int = 0  # ids; default: those of the preset
+    vocab_size: int = None  # ids; default: those of the preset
     repeat: int = 10  # repetitions
     json: str = ""  # file for the same numbers as data
 
     def check(self):
         """Raises ValueError where a field has a bad value."""
         flags.check_choice(self, "model", model.PRESETS)
-        flags.check_range(self, ["inner_batch", "vocab_size"], least=0)
-        flags.check_range(self, ["inner_steps", "repeat"], least=1)
+        counts = ["inner_batch", "inner_steps", "vocab_size", "repeat"]
+        flags.check_range(self, [name for name in counts if vars(self)[name] is not None], least=1)
         if self.json and Path(self.json).exists():
             raise ValueError(f"--json {self.json} exists")
 
@@ -351,7 +351,8 @@ def find_rows(config, network, mesh, batches):
     at_a_word = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, names))})")
     chosen = [row for row in rows(config, network, mesh, batches) if at_a_word.search(row.name)]
     if not chosen:
-        raise ValueError(f"no row has {' or '.join(names)}")
+        all_names = [row.name for row in rows(config, network, mesh, batches)]
+        raise ValueError(f"no row has {' or '.join(names)}; the rows are {'; '.join(all_names)}")
     return chosen
 
 

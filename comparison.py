@@ -126,13 +126,16 @@ def runs_of(path):
 
 def is_run(path):
     """Whether a path is the folder of a run, maybe one that is damaged or has only begun."""
-    named = any((path / name).exists() for name in ("config.json", "log.jsonl"))
-    return named or checkpoint.is_unborn(path)
+    try:
+        named = any((path / name).exists() for name in ("config.json", "log.jsonl"))
+        return named or checkpoint.is_unborn(path)
+    except PermissionError:
+        return True  # reading it will say so
 
 
 def describe(error):
     """An error in words, with its type where the words alone say little."""
-    if type(error) in (ValueError, OSError):
+    if isinstance(error, ValueError | OSError):
         return str(error)
     return repr(error)
 
@@ -331,12 +334,14 @@ def compare_to_targets(table, target=None):
 def choose_tokens(comparisons):
     """Of Comparisons at fixed tokens, the one that most methods have; of equals the longest.
 
-    Methods whose runs have all diverged do not count. None if there is nothing to choose from.
+    Methods with a run at its end count first, then those with any run that has not diverged. None
+    if there is nothing to choose from.
     """
 
     def rank(comparison):
-        methods = keep_best(comparison).method.nunique()
-        return methods, comparison.tokens
+        best = keep_best(comparison)
+        has_ended = best.step >= best.outer_steps
+        return best.method[has_ended].nunique(), best.method.nunique(), comparison.tokens
 
     return max(comparisons, key=rank, default=None)
 

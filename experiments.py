@@ -34,7 +34,7 @@ import recipe
 import stand_ins
 import train
 from runtime import files, flags, packed, parallel
-from runtime.command import BadInput, blaming_input, command, say
+from runtime.command import BadInput, Stop, blaming_input, command, say
 from runtime.live import Signals
 
 
@@ -530,11 +530,11 @@ def has_ended(saved):
 def train_missing(name, jobs, minutes):
     """Trains the Jobs of an experiment, but for those that another command trains.
 
-    Returns the exit status: 0 if all that it has trained have ended, else that of the run that did
-    not. Raises Stop when the minutes are over, or if a signal came.
+    Returns the exit status: 0 if all that it has trained have ended, or when the minutes are over;
+    else that of the run that did not end. Raises Stop if a signal came.
     """
     file = results_of(name)
-    with Signals(), stopping_after(minutes):
+    with Signals(), stopping_after(minutes) as is_over:
         if jobs:  # all read one text
             run = jobs[0].run
             check_text(file, find_held_out(run), run.config.out)
@@ -544,6 +544,8 @@ def train_missing(name, jobs, minutes):
                     title = f"run {number} of {len(jobs)} that are missing: {job.run.config.out}"
                     print(f"\n==== {name}: {title}")
                     status = train_one(file, job)
+                    if is_over.is_set():
+                        break
                     if status:
                         return status
 
@@ -591,15 +593,25 @@ def train_one(file, job):
 
 @contextmanager
 def stopping_after(minutes):
-    """Within it, SIGTERM comes after some minutes. train.py then saves its run and stops."""
-    if not minutes:  # 0 = never
-        yield
-        return
-    timer = threading.Timer(60 * minutes, os.kill, [os.getpid(), signal.SIGTERM])
+    """Within it, SIGTERM comes after some minutes. train.py then saves its run and stops.
+
+    Yields an Event that is set by then.
+    """
+    is_over = threading.Event()
+
+    def stop():
+        is_over.set()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    timer = threading.Timer(60 * minutes, stop)
     timer.daemon = True  # it does not keep the process alive
-    timer.start()
+    if minutes:  # 0 = never
+        timer.start()
     try:
-        yield
+        yield is_over
+    except Stop:  # it came between two runs
+        if not is_over.is_set():
+            raise
     finally:
         timer.cancel()
 
@@ -625,6 +637,7 @@ def check_text(file, held_out, folder):
 
 def pack(file, folders):
     """Adds the runs of some folders to a file, but for those that it has."""
+    packed.read(file)  # raises ValueError before anything is made if it is another file
     found = []
     for source, unpack in comparison.find_runs(folders):
         try:
@@ -637,7 +650,7 @@ def pack(file, folders):
         else:
             say(f"{source} has no row yet")
     added = packed.add(file, found)
-    print(f"{file}: {added} of {len(found)} runs were added, the others are in it")
+    print(f"{file}: {added} of {len(found)} runs were added, the others were there already")
 
 
 def list_experiments():

@@ -95,6 +95,8 @@ rcParams["svg.hashsalt"] = "plot"  # equal runs give equal files
 STATISTICS = ["mean", "min", "max"]  # of the runs of a group: a curve and its band
 # The columns that tell the curve of a schedule from others.
 SCHEDULE_COLUMNS = ["has_inner_loop", "schedule", "warmup", "warmup_steps", "inner_warmup"]
+# The first line of tables.md, by which a folder is known as one whose files may be replaced.
+MADE_BY = "<!-- plot.py writes this file and the pictures beside it -->"
 MOST_SETTINGS = 14  # that one panel shows
 MOST_POINTS = 100_000  # of the curve of a schedule
 
@@ -652,10 +654,13 @@ def parse(argv):
     out_help = "folder of the figures and tables [default figures]"
     target_help = "a loss to count the steps to, also of runs without --target-loss"
     parser.add_argument("runs", nargs="+", help="folders of runs, or files of packed runs")
-    parser.add_argument("--out", type=Path, default="figures", help=out_help)
+    parser.add_argument("--out", default="figures", help=out_help)
     parser.add_argument("--target", type=float, help=target_help)
     options = parser.parse_args(argv)
     flags.check_range(options, ["target"], above=0)
+    if not options.out:
+        raise ValueError("--out is empty")
+    options.out = Path(options.out)
     return options
 
 
@@ -693,10 +698,20 @@ def draw_task(name, table, target, folder):
 
 def format_page(name, tables):
     """The tables of a task, a list of (title, table), as a page."""
-    parts = [f"# {name}\n"]
+    parts = [f"{MADE_BY}\n\n# {name}\n"]
     for title, table in tables:
         parts.append(f"## {title}\n\n{table}")
     return "\n".join(parts)
+
+
+def check_own(folder):
+    """Raises ValueError if a folder has pictures or tables that this program did not write."""
+    tables = folder / "tables.md"
+    is_own = tables.exists() and tables.read_text(encoding="utf-8").startswith(MADE_BY)
+    others = [path for path in folder.glob("*") if path.suffix in (".png", ".svg", ".md")]
+    if others and not is_own:
+        what = f"{folder} has {others[0].name}, which may not be of plot.py"
+        raise ValueError(f"{what}; give another --out, or move it away")
 
 
 def save(figures, tables, folder):
@@ -782,9 +797,12 @@ def main(words):
     if len(tasks) > 1:
         differ = ", ".join(find_differences(table))
         say(f"{len(tasks)} kinds of runs, which differ in {differ}, have a folder each")
+    folders = {name: options.out / name if len(tasks) > 1 else options.out for name in tasks}
+    with blaming_input():
+        for folder in folders.values():
+            check_own(folder)
     for name, rows in tasks.items():
-        folder = options.out / name if len(tasks) > 1 else options.out
-        draw_task(name, rows, options.target, folder)
+        draw_task(name, rows, options.target, folders[name])
     renew_pages(options.runs)
 
 

@@ -444,7 +444,6 @@ def check_places(runs):
 
     Both would otherwise be found when the text has been tokenized, which may take hours.
     """
-    files.check_writable("data")
     for run in runs:
         files.check_writable(run.config.out)
     if len(runs) == 1:
@@ -491,8 +490,8 @@ def execute_all(runs, corpora, signals):
         jax.clear_caches()
         try:
             results.append(hold_and_execute(run, corpus, signals))
-        except checkpoint.InUse as error:
-            say(f"train.py: {error}")
+        except checkpoint.InUse:
+            say(f"train.py: {run.config.out} is in use by another command, and is left to it")
             results.append("in use")
         except Exception as error:
             status, reason = explain(error)
@@ -624,6 +623,7 @@ def main(words):
         with blaming_input():
             parallel.start()  # before our signal handlers, as it sets one of its own
             stack.enter_context(signals)
+            files.check_writable("data")  # or JAX would warn of each program that it cannot keep
             checkpoint.keep_programs("data/compiled")
             about = __doc__ or ""  # python -OO leaves docstrings out
             runs = configure_grid(words, about)

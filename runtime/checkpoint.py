@@ -100,7 +100,10 @@ def read_arrays(path):
         with open(path, "rb") as f, np.load(f, allow_pickle=False) as arrays:
             return dict(arrays)
     except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+        reason = error
+        if "pickle" in str(error):  # NumPy would load anything that is no .npz file by pickle
+            reason = "it is no .npz file"
+        raise ValueError(f"{path} cannot be read: {reason}") from None
 
 
 def load(path, like):
@@ -195,7 +198,7 @@ def load_state(folder, like):
             print(f"{damage[0]}; resuming from the one before, step {step}", file=sys.stderr)
             put_aside(newest)
         return state
-    raise OSError("; ".join(damage))
+    raise OSError(f"{'; '.join(damage)}; another --out starts a new run")
 
 
 def put_aside(path):
@@ -215,20 +218,23 @@ def resume(folder, init, last_step):
 
     init: a function that makes a state like the saved one; it is not computed, only traced.
     last_step: the end of the run, as it is asked for now. An earlier command may have gone further;
-    then its later rows are left out. Raises OSError if the log or both checkpoints are damaged, and
-    FloatingPointError if the run has diverged at last_step or before.
+    then its later rows are left out. Raises OSError if the log or both checkpoints are damaged, or
+    one of them is gone, and FloatingPointError if the run has diverged at last_step or before.
     """
     rows = read_log(folder)
     check_log(folder, rows, last_step)
     state = load_state(folder, jax.eval_shape(init))
+    # The first row is written before the first state, and the second row after it.
     if state is None:
+        if len(rows) > 1:
+            what = f"{folder}/log.jsonl has {len(rows)} rows, but the run's checkpoint.npz is gone"
+            raise OSError(f"{what}; another --out starts a new run")
         return None, []
+    if not rows:
+        raise OSError(f"{folder}/log.jsonl has lost its rows; another --out starts a new run")
     # A crash between the log and the checkpoint leaves a row that is ahead of the state.
     end = min(int(state.t), last_step)
-    rows = [row for row in rows if row["step"] <= end]
-    if is_beyond(state, last_step) and not rows:
-        raise OSError(f"{folder}/log.jsonl has lost its rows; another --out starts a new run")
-    return state, rows
+    return state, [row for row in rows if row["step"] <= end]
 
 
 def is_beyond(state, last_step):
@@ -338,10 +344,15 @@ def check_folder(folder, flags, defaults, reasons):
         if "code" not in about or not isinstance(about.get("jax_settings", {}), dict):
             raise ValueError("it does not say how the run was made")
     except files.UNREADABLE:
-        raise ValueError(f"{folder} is there and is not a run; give another --out") from None
+        what = f"{folder} is there and is not a run"
+        if (folder / "log.jsonl").exists():
+            what = f"{folder} is a run whose config.json is missing or damaged"
+        raise ValueError(f"{what}; give another --out") from None
     changes = []
     for name, value in flags.items():
-        if then.get(name) != value:
+        if then.get(name) != value and name == "corpus":
+            changes.append("its text was another one")
+        elif then.get(name) != value:
             reason = f", {reasons[name]}" if name in reasons else ""
             changes.append(f"{name} {then.get(name)} -> {value}{reason}")
     if changes:

@@ -108,11 +108,16 @@ def check_stopped():
 
 @contextmanager
 def blaming_input():
-    """Within it, a ValueError is about what the user gave: it becomes BadInput."""
+    """Within it, an error is about what the user gave, and becomes BadInput.
+
+    That is a ValueError, or an OSError for a place that is no folder, or that has no rights.
+    """
     try:
         yield
     except ValueError as error:
         raise BadInput(error) from None
+    except (NotADirectoryError, IsADirectoryError, PermissionError) as error:
+        raise BadInput(f"{error.filename}: {error.strerror}") from None
 
 
 def explain(error):

@@ -490,17 +490,60 @@ def test_each_kind_of_runs_has_its_folder(tmp_path, capsys):
         assert f"# {name}\n" in printed.out
 
 
-def test_a_picture_that_cannot_be_written_is_a_failure_of_the_machine(
-    tmp_path, capsys, monkeypatch
-):
-    """Exit status 1, and one line, before any run is read."""
+def test_a_picture_that_cannot_be_written_is_bad_input(tmp_path, capsys, monkeypatch):
+    """Exit status 2, and one line, before any run is read."""
     (tmp_path / "runs").mkdir()
     (tmp_path / "file").touch()
     run = Run(tmp_path / "runs")
     monkeypatch.setattr(comparison, "read_runs", None)
-    assert plot.main([run.folder, "--out", str(tmp_path / "file")]) == 1
-    printed = capsys.readouterr()
-    assert printed.err.startswith("plot.py: ") and printed.err.count("\n") == 1
+    assert plot.main([run.folder, "--out", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err == f"plot.py: {tmp_path / 'file'}: Not a directory\n"
+    assert plot.main([run.folder, "--out", ""]) == 2
+    assert capsys.readouterr().err == "plot.py: --out is empty\n"
+
+
+@pytest.mark.parametrize("name", ["tables.md", "loss.png", "notes.svg"])
+def test_only_what_it_has_written_itself_is_replaced(tmp_path, capsys, name):
+    """A folder with a person's own pictures or tables is refused, and stays as it is."""
+    (tmp_path / "runs").mkdir()
+    run, out = Run(tmp_path / "runs"), tmp_path / "out"
+    for _ in range(2):
+        assert plot.main([run.folder, "--out", str(out)]) == 0
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / name).write_text("my own")
+    capsys.readouterr()
+    assert plot.main([run.folder, "--out", str(mine)]) == 2
+    assert capsys.readouterr().err.startswith(f"plot.py: {mine} has {name}, which may not be of")
+    assert [path.name for path in mine.iterdir()] == [name]
+    assert (mine / name).read_text() == "my own"
+
+
+def test_a_run_that_cannot_be_entered_does_not_stop_the_others(tmp_path, capsys, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    first, second = Run(tmp_path / "runs"), Run(tmp_path / "runs", "muon")
+    original = Path.exists
+
+    def exists(path, **options):
+        if path.parent == Path(second.folder):
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path, **options)
+
+    monkeypatch.setattr(Path, "exists", exists)
+    Path(second.folder, "log.jsonl").unlink()  # nor can it be read
+    Path(second.folder, "log.jsonl").mkdir()
+    assert plot.main([first.folder, second.folder, "--out", str(tmp_path / "out")]) == 0
+    assert f"1 run cannot be read: {second.folder}" in capsys.readouterr().err
+
+
+def test_a_longer_run_that_has_not_ended_hides_no_run_at_its_end(tmp_path):
+    (tmp_path / "runs").mkdir()
+    ended = Run(tmp_path / "runs")
+    Run(tmp_path / "runs", steps=1000).cut(1)
+    at_tokens = comparison.compare_at_tokens(comparison.read_runs([str(tmp_path / "runs")]))
+    assert len(at_tokens) == 2
+    chosen = comparison.choose_tokens(at_tokens)
+    assert {*chosen.table.source} == {ended.folder}
 
 
 def begin_runs(path):

@@ -4,7 +4,7 @@ Read is every file with a known ending, in the folder and in the folders below i
 followed, and a file to which several names lead is read once. Not read are
 
 - hidden files and folders, whose names begin with a dot, and packages of other programs;
-- what this project itself writes: runs, token files, compiled programs;
+- what this project itself writes: runs, also packed ones, token files, compiled programs;
 - .json files without documents: many programs keep their settings in such files;
 - files with other endings. One line names the files of the last two kinds, or counts them.
 """
@@ -24,6 +24,7 @@ from text.formats import reader
 PACKAGES = {"__pycache__", "node_modules", "site-packages"}  # folders of other programs
 # Files of this project in its own folders. The last two are JAX's compiled programs.
 OWN = re.compile(r"lock|warmup.*\.(npz|lock)|.*\.draft|.*-cache|.*-atime")
+PACKED_RUN = b'{"config":'  # what runtime/packed.py begins a line with
 HELD_OUT_WORDS = {"validation", "valid", "val", "test"}
 SHOWN = 6  # kinds of files that are named
 
@@ -115,10 +116,18 @@ def is_text(path):
     read = reader(path)
     if not (read and path.is_file()):  # a link may lead to nothing
         return False
+    if path.suffix == ".jsonl" and begins_with(path, PACKED_RUN):
+        return False
     if not path.name.lower().endswith((".json", ".json.gz")):
         return True
     stat = path.stat()
     return has_document(path, stat.st_size, stat.st_mtime_ns)
+
+
+def begins_with(path, start):
+    """Whether a file begins with some bytes."""
+    with open(path, "rb") as file:
+        return file.read(len(start)) == start
 
 
 @cache

@@ -744,9 +744,43 @@ def test_a_command_for_fewer_steps_than_a_run_has_changes_nothing(here, capsys):
     assert "r: has 4 steps already; these are its rows up to step 2\n" in out
     assert summary in out and "after 2 outer steps" in summary
     assert {path.name: path.read_bytes() for path in Path("r").iterdir()} == before
-    Path("r/log.jsonl").unlink()
+
+
+@pytest.mark.parametrize("steps", ["2", "4", "6"])
+def test_a_run_that_has_lost_its_log_or_its_states_is_not_trained_again(here, capsys, steps):
+    """Whether it would now be shorter, as long, or longer. The folder stays as it is."""
+    assert run(*MUON, "--steps", "4", "--out", "whole") == 0
+    for lost, why in (
+        ("log.jsonl", "has lost its rows"),
+        ("checkpoint*", "checkpoint.npz is gone"),
+    ):
+        shutil.rmtree("r", ignore_errors=True)
+        shutil.copytree("whole", "r")
+        for path in Path("r").glob(lost):
+            path.unlink()
+        before = {path.name: path.read_bytes() for path in Path("r").iterdir()}
+        capsys.readouterr()
+        assert run(*MUON, "--steps", steps, "--out", "r") == 1
+        err = capsys.readouterr().err
+        assert why in err and "another --out starts a new run" in err and err.count("\n") == 1
+        assert {path.name: path.read_bytes() for path in Path("r").iterdir()} == before
+
+
+def test_what_is_damaged_is_named(here, capsys):
+    """A config.json; and two checkpoints that are no .npz files at all."""
+    assert run(*MUON, "--steps", "2", "--out", "r") == 0
+    config = Path("r/config.json").read_text()
+    Path("r/config.json").write_text("{")
+    capsys.readouterr()
+    assert run(*MUON, "--steps", "2", "--out", "r") == 2
+    assert "r is a run whose config.json is missing or damaged; give" in capsys.readouterr().err
+    Path("r/config.json").write_text(config)
+    for path in checkpoint.state_files("r"):
+        path.write_text("x")
     assert run(*MUON, "--steps", "2", "--out", "r") == 1
-    assert "r/log.jsonl has lost its rows" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert err.count("cannot be read: it is no .npz file;") == 2
+    assert err.endswith("; another --out starts a new run\n")
 
 
 def test_a_run_that_was_stopped_beyond_the_steps_now_asked_keeps_its_inner_steps(here, capsys):
@@ -835,7 +869,7 @@ def test_a_run_does_not_go_on_with_another_text(here, capsys):
     capsys.readouterr()
     assert run("--method", "muon", "--out", "r") == 2
     err = capsys.readouterr().err
-    assert "r holds another run (corpus " in err and err.count("\n") == 1
+    assert "r holds another run (its text was another one);" in err and err.count("\n") == 1
     assert_same(everything("r"), before)
 
 

@@ -9,6 +9,7 @@ from conftest import SMALL
 
 import data
 import train
+from runtime import packed
 from text import documents, folders
 
 
@@ -180,3 +181,12 @@ def test_a_model_beside_its_text_is_no_run(tmp_path):
     write(tmp_path / "config.json", '{"model_type": "llama"}')
     write(tmp_path / "a.txt")
     assert names(tmp_path) == ["a.txt"]
+
+
+def test_packed_runs_are_not_read(tmp_path):
+    """A line of theirs begins as runtime/packed.py says."""
+    assert folders.PACKED_RUN == packed.START
+    write(tmp_path / "a.txt")
+    write(tmp_path / "b.jsonl", '{"text": "a"}\n')
+    packed.add(tmp_path / "c.jsonl", [{"config": {}, "about": {}, "rows": [{"step": 0}]}])
+    assert names(tmp_path) == ["a.txt", "b.jsonl"]
