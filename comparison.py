@@ -585,6 +585,8 @@ def find_varied(settings):
 
 def format_value(value):
     """The value of a flag in a few letters."""
+    if value in ("", None):  # it was not given, such as --alphas, or did not exist yet
+        return "none"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):

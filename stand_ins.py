@@ -93,6 +93,8 @@ def update(state, batches, fresh, config, watch=lambda state: None):
 @command
 def main(words):
     """Runs the command line of train.py, with this file in the place of gn.py."""
+    if {"-h", "--help"} & {*words}:
+        print(f"{__doc__}\nThe rest is the help of train.py.\n")
     with blaming_input():
         flags.peek(words, "method", "gn", valid=["gn"])  # raises ValueError for another
     plain, home = recipe.METHODS["gn"], recipe.HOME

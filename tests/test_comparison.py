@@ -295,14 +295,15 @@ def read_settings(path, *settings):
 def test_a_value_of_most_settings_is_usual(tmp_path):
     """Three of four are most, two are not; a flag that most lack has no usual value."""
     settings = [{}, {"lr": 0.2}, {"restart": True}, {"restart": True, "momentum": 0.9, "old": 1}]
+    settings[0] |= {"old": ""}
     groups = read_settings(tmp_path, *settings)
     usual = find_usual([*groups.setting])
     assert usual == {"lr": 0.1, "momentum": 0.95}
     assert sorted(label_groups(groups, {"gn": usual})) == [
-        "lr 0.2, restart false, old None",
+        "lr 0.2, restart false, old none",
         "momentum 0.9, restart true, old 1",
-        "restart false, old None",
-        "restart true, old None",
+        "restart false, old none",
+        "restart true, old none",
     ]
     full = label_groups(groups)
     assert all("lr 0." in label and "momentum 0.9" in label for label in full)
