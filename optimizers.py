@@ -231,9 +231,9 @@ def scale_by_soap(b1, b2, frequency, largest):
             return None
         return jnp.broadcast_to(jnp.eye(d, dtype=a.dtype), (*a.shape[:-2], d, d))
 
-    def start(a, is_matrix):
+    def start(a, rotates):
         Q = (None, None)
-        if is_matrix:
+        if rotates:
             rows, cols = a.shape[-2:]
             Q = (identity(a, rows), identity(a, cols))
         factors = jax.tree.map(jnp.zeros_like, Q)

@@ -117,7 +117,8 @@ def blaming_input():
     except ValueError as error:
         raise BadInput(error) from None
     except (NotADirectoryError, IsADirectoryError, PermissionError) as error:
-        raise BadInput(f"{error.filename}: {error.strerror}") from None
+        place = f"{error.filename}: " if error.filename else ""
+        raise BadInput(f"{place}{error.strerror or error}") from None
 
 
 def explain(error):
