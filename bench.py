@@ -52,7 +52,7 @@ class Config:
         """Raises ValueError where a field has a bad value."""
         flags.check_choice(self, "model", model.PRESETS)
         counts = ["inner_batch", "inner_steps", "vocab_size", "repeat"]
-        flags.check_range(self, [name for name in counts if vars(self)[name] is not None], least=1)
+        flags.check_range(self, counts, least=1)
         if self.json and Path(self.json).exists():
             raise ValueError(f"--json {self.json} exists")
 
@@ -349,10 +349,14 @@ def find_rows(config, network, mesh, batches):
     """The rows that are asked for. Raises ValueError if there are none."""
     names = [name for name in config.rows.split(",") if name] or [""]
     at_a_word = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, names))})")
-    chosen = [row for row in rows(config, network, mesh, batches) if at_a_word.search(row.name)]
+    there = []
+    chosen = []
+    for row in rows(config, network, mesh, batches):
+        there.append(row.name)
+        if at_a_word.search(row.name):
+            chosen.append(row)
     if not chosen:
-        all_names = [row.name for row in rows(config, network, mesh, batches)]
-        raise ValueError(f"no row has {' or '.join(names)}; the rows are {'; '.join(all_names)}")
+        raise ValueError(f"no row has {' or '.join(names)}; the rows are {'; '.join(there)}")
     return chosen
 
 

@@ -229,7 +229,8 @@ def scale_by_soap(b1, b2, frequency, largest):
         """The first eigenvectors of a side of length d; None if it is not rotated."""
         if d > largest:
             return None
-        return jnp.broadcast_to(jnp.eye(d, dtype=a.dtype), (*a.shape[:-2], d, d))
+        stack = (*a.shape[:-2], d, d)
+        return jnp.broadcast_to(jnp.eye(d, dtype=a.dtype), stack)
 
     def start(a, rotates):
         Q = (None, None)

@@ -797,7 +797,9 @@ def main(words):
     if len(tasks) > 1:
         differ = ", ".join(find_differences(table))
         say(f"{len(tasks)} kinds of runs, which differ in {differ}, have a folder each")
-    folders = {name: options.out / name if len(tasks) > 1 else options.out for name in tasks}
+    folders = dict.fromkeys(tasks, options.out)
+    if len(tasks) > 1:
+        folders = {name: options.out / name for name in tasks}
     with blaming_input():
         for folder in folders.values():
             check_own(folder)

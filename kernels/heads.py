@@ -123,7 +123,8 @@ def norm_and_rotate(turn, size, inside, x, scale_and_bias):
         x = [(a - mean) * inside for a in x]
         variance = total([a * a for a in x]) / size
         over_std = jax.lax.rsqrt(variance + 1e-6)
-        x = [half * over_std * s + shift for half, s, shift in zip(x, scale, bias, strict=True)]
+        x = [half * over_std for half in x]
+        x = [half * s + shift for half, s, shift in zip(x, scale, bias, strict=True)]
     first, second = x
     cos, sin = turn
     return [first * cos - second * sin, first * sin + second * cos]
@@ -148,7 +149,8 @@ def change_of_row(f, rows, norms):
     """The pushforward of f at a row x and norms; their changes stand behind them in the lists."""
     x, dx = rows
     n = len(norms) // 2
-    _, dy = jax.jvp(f, (x, norms[:n]), (dx, norms[n:]))
+    norms, d_norms = norms[:n], norms[n:]
+    _, dy = jax.jvp(f, (x, norms), (dx, d_norms))
     return dy, []
 
 

@@ -350,11 +350,14 @@ def check_folder(folder, flags, defaults, reasons):
         raise ValueError(f"{what}; give another --out") from None
     changes = []
     for name, value in flags.items():
-        if then.get(name) != value and name == "corpus":
-            changes.append("its text was another one")
-        elif then.get(name) != value:
-            reason = f", {reasons[name]}" if name in reasons else ""
-            changes.append(f"{name} {then.get(name)} -> {value}{reason}")
+        if then.get(name) == value:
+            continue
+        change = f"{name} {then.get(name)} -> {value}"
+        if name == "corpus":
+            change = "its text was another one"  # in place of hashes
+        if name in reasons:
+            change += f", {reasons[name]}"
+        changes.append(change)
     if changes:
         what = "; ".join(changes)
         raise ValueError(f"{folder} holds another run ({what}); give another --out")

@@ -70,8 +70,8 @@ class Signals:
 class Saver:
     """Knows the newest state of a run, and when to save it.
 
-    It is saved when so many minutes have passed. Between outer steps it is saved more often, unless
-    that would cost time: a state of a few GB takes seconds, about as long as a step of AdamW.
+    It is saved when so many minutes have passed, and between outer steps more often, as far as that
+    costs little time. On an H200, a state of 0.9 GB takes about 2 s, and a step of Muon as long.
     """
 
     SHARE = 1 / 20  # of a run's time that may go into saves between outer steps
