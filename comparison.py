@@ -60,7 +60,7 @@ def read_runs(paths):
 
     paths: of run folders, of folders that hold some, of files with packed runs. Says on standard
     error what is left out and why. Of two equal runs, the later counts. Raises ValueError if a path
-    does not exist, or if there is no run at all.
+    does not exist, if there is no run at all, or if none can be read.
     """
     rowless = []
     unreadable = []
@@ -84,6 +84,8 @@ def read_runs(paths):
     say_left_out(rowless, "run has no row yet", "runs have no row yet")
     say_left_out(unreadable, "run cannot be read", "runs cannot be read")
     say_left_out(repeated, "run is there again, later", "runs are there again, later")
+    if unreadable and not (logs or rowless):
+        raise ValueError("there is no run that can be read")
     return pd.DataFrame(itertools.chain.from_iterable(logs.values()))
 
 

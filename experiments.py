@@ -677,11 +677,13 @@ def parse(words):
     usage = "experiments.py [NAME [--data PATH] [--minutes M] | --pack FILE RUN ...]"
     form = argparse.RawDescriptionHelpFormatter
     parser = flags.Parser(usage=usage, description=__doc__, formatter_class=form)
-    parser.add_argument("name", nargs="?", choices=EXPERIMENTS, help="an experiment")
+    parser.add_argument("name", nargs="?", metavar="NAME", help=", ".join(EXPERIMENTS))
     parser.add_argument("--data", help="the text, where an experiment reads one of your own")
     parser.add_argument("--minutes", type=float, default=0.0, help="stop after so many; 0 = never")
     parser.add_argument("--pack", nargs="+", metavar=("FILE", "RUN"), help="add runs to a file")
     options = parser.parse_args(words)
+    if options.name is not None:  # here, as argparse would blame it for a flag that is misspelt
+        flags.check_choice(options, "name", EXPERIMENTS)
     flags.check_range(options, ["minutes"], least=0)
     if options.pack and (options.name or len(options.pack) == 1):
         raise ValueError("--pack takes a file and the folders of runs, and no experiment")

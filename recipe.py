@@ -362,6 +362,8 @@ def parse(argv, about=""):
     values |= given
     if given.get("line_search") == 0 and given.get("alphas"):
         raise ValueError("line_search 0 is no search, but alphas has step sizes for one")
+    if given.get("warmup") and given.get("warmup_steps"):
+        raise ValueError("warmup and warmup_steps are two ways to say one thing: give one of them")
 
     # The model's default length counts only where nothing that is given says when the run ends.
     if "tokens" in given and "steps" not in given:

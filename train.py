@@ -615,9 +615,8 @@ def open_folder(run, corpus, state):
     checkpoint.open_folder(run.config.out, saved_flags(run, corpus), renewed)
 
 
-@command
-def main(words):
-    """Runs the command line."""
+def train_all(words):
+    """Trains the runs that a command line describes, and returns the exit status."""
     signals = live.Signals()
     with ExitStack() as stack:
         with blaming_input():
@@ -644,6 +643,12 @@ def main(words):
                 report.print_next_commands(folder, shlex.quote(folder))
     has_run = any(isinstance(result, list) for result in results)
     return 0 if has_run else 1
+
+
+@command
+def main(words):
+    """Runs the command line."""
+    return train_all(words)
 
 
 if __name__ == "__main__":

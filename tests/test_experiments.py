@@ -243,7 +243,9 @@ def test_a_damaged_file_is_said_and_kept(two_rates, capsys):
 @pytest.mark.parametrize(
     "words, says",
     [
-        (["huge"], "invalid choice: 'huge'"),
+        (["huge"], "name is 'huge'; valid: tiny, tiny-variants"),
+        (["tiny", "--mintes", "3"], "unrecognized arguments: --mintes"),
+        (["--mintes", "3"], "unrecognized arguments: --mintes"),
         (["tiny", "--minutes", "-1"], "minutes is -1.0; it must be at least 0"),
         (["tiny", "--data", "nowhere"], "nowhere"),
         (["--pack", "x.jsonl", "nowhere"], "nowhere does not exist"),

@@ -459,9 +459,9 @@ def test_a_folder_is_drawn_though_it_has_runs_that_cannot_be(tmp_path, capsys):
     assert (tmp_path / "out" / "loss.png").exists()
 
     alone = [broken_log, "--out", str(tmp_path / "alone")]
-    assert plot.main(alone) == 0
+    assert plot.main(alone) == 2
     said = capsys.readouterr().err.splitlines()
-    assert said[-1] == "plot.py: there is nothing to draw yet" and len(said) == 2
+    assert said[-1] == "plot.py: there is no run that can be read" and len(said) == 2
     assert not (tmp_path / "alone").exists()
     assert plot.main([diverged, "--out", str(tmp_path / "diverged")]) == 0
     assert [path.name for path in (tmp_path / "diverged").iterdir()] == ["tables.md"]

@@ -116,6 +116,12 @@ def test_step_sizes_of_no_line_search_are_refused(here):
         recipe.configure(["--model", "tiny", "--line-search", "0", "--alphas", "1 0.5"])
 
 
+def test_two_ways_to_say_the_warm_up_are_not_taken_at_once(here):
+    both = ["--warmup", "0.1", "--warmup-steps", "2"]
+    with pytest.raises(ValueError, match="warmup and warmup_steps are two ways"):
+        recipe.configure(["--model", "tiny", "--method", "soap", *both])
+
+
 def test_the_paper_sizes():
     """Section 5: 4M tokens in inner batches of 32 x 1024 are N = 122 inner steps."""
     r = recipe.configure(

@@ -104,4 +104,5 @@ def test_a_run_of_train_py_with_the_same_flags_is_not_taken_for_its_own(here):
 def test_bad_input_is_said_in_one_line(here, capsys, flags, says):
     assert stand_ins.main([*SMALL, "--data", "text.txt", *flags]) == 2
     error = capsys.readouterr().err
+    assert error.startswith("stand_ins.py: ")
     assert says in error and error.count("\n") == 1
