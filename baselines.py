@@ -50,7 +50,8 @@ class Config:
     # decay τ of the weight average, per update, evaluated in place of θ (Appendix H: 0.3 to 0.99);
     # 0 = no average
     average: float = 0.0
-    # largest gradient norm; with Muon, of embedding and head, and of all else; 0 = no limit
+    # largest gradient norm; 0 = no limit; with Muon, embedding and head are clipped together, and
+    # all the rest together
     clip: float = 1.0
 
     fresh_batches = 0  # inner batches that a line search reads: there is none
@@ -136,8 +137,8 @@ class State(NamedTuple):
     opt: Any  # state of the optimizer
     t: jax.Array  # optimizer steps done
     k: jax.Array  # inner batches added up of the current batch
-    loss: jax.Array  # sum over these of the loss
-    grad: Any  # sum over these of the gradient
+    loss: jax.Array  # sum of the loss over these inner batches
+    grad: Any  # sum of the gradient over them
 
 
 def init(params, config):
@@ -198,7 +199,7 @@ def accumulate(state, tokens, config):
 
 
 def lower(state, tokens, config):
-    """The program of `accumulate`, which needs the most memory, before it is compiled."""
+    """The program of `accumulate` before it is compiled; train.py asks what memory a run needs."""
     return accumulate.lower(state, tokens, config)
 
 
@@ -241,12 +242,12 @@ def update(state, batches, fresh, config, watch=lambda state: None):
     before the step, in nats per token, and lr. Like gn.update it deletes the state it is given.
     """
     for k in range(int(state.k), config.inner_steps):
-        # Always a number of the host: if it were also one of the devices, `accumulate` would be
-        # compiled twice.
+        # k is a NumPy number in every call: if it were an array of JAX in some, `accumulate` would
+        # be compiled twice.
         state = state._replace(k=np.int32(k))
         state = accumulate(state, batches(k), config)
         watch(state)
     loss = state.loss / config.inner_steps
     metrics = {"train_loss": loss, "lr": learning_rate(state.t, config)}
-    # The next update asks for int(state.k). With k from the host it need not wait for the device.
+    # The next update asks for int(state.k). A NumPy number need not wait for the device.
     return finish(state, config)._replace(k=np.int32(0)), metrics

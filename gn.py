@@ -6,9 +6,9 @@ its second-order expansion in the logits. With δ = θ - θ_t, z = f(θ_t), and 
     L2(θ_t + δ) = ℓ(z) + g·v + ½ v·Hv,     v = J δ,  g = ∇ℓ(z),  H = ∇²ℓ(z)      (Section 4.3)
     ∇L2 = Jᵀ(g + H v) = ∇L(θ_t) + G δ,     G = Jᵀ H J                            (Appendix B)
 
-Here L(θ) = ℓ(f(θ)). L2 is smallest where ∇L2 = 0, at δ = -G⁻¹ ∇L(θ_t): the Gauss-Newton update. (If
-G has no inverse, some δ ≠ 0 changes no probability to first order, and L2 is flat along it. Then
-any δ with ∇L2 = 0 will do.)
+Here L(θ) = ℓ(f(θ)). L2 is smallest where ∇L2 = 0, at δ = -G⁻¹ ∇L(θ_t): the Gauss-Newton update.
+(Strictly, G has no inverse: a δ that adds the same number to all logits of each token changes no
+probability, and L2 is flat along it. Any δ with ∇L2 = 0 will do.)
 
 Newton's method has the Hessian of L in place of G. It is G + Σᵢ gᵢ ∇²fᵢ, a sum over the logits: G
 leaves out the curvature of the network itself. G has no negative curvature, because H has none:
@@ -52,7 +52,10 @@ SCHEDULES = {  # factor of lr; run, inner: progress of run and inner loop after 
 @traced  # jax.jit takes the floats as inputs; all other fields are constants of the program
 @dataclass(frozen=True)
 class Config(BaseConfig):
-    """Settings of Gauss-Newton. "App. H" gives the values that the paper tried."""
+    """Settings of Gauss-Newton. "App. H" gives the values that the paper tried.
+
+    The sizes, and the settings of the line search, are those of BaseConfig in line_search.py.
+    """
 
     lr: float = 0.01  # peak learning rate of the inner optimizer (App. H: 0.001 to 0.1)
     # constant+inner cosine | global cosine | global+inner cosine | constant (Appendix D)
@@ -75,21 +78,23 @@ class Config(BaseConfig):
     # 0.999); with one, the search goes to the mean, and 1 / (1 - τ) should be fewer than the inner
     # steps of an outer step
     average: float = None
-    # largest gradient norm: with Muon, of embedding and head, and of all else; 0 = no limit
+    # largest gradient norm; 0 = no limit; with Muon, embedding and head are clipped together, and
+    # all the rest together
     clip: float = 1.0
 
     def __post_init__(self):
         super().__post_init__()
         if self.average is None:  # a copy by `replace` keeps what it becomes here
             object.__setattr__(self, "average", 0.0 if self.line_search else 0.999)
-        # JAX also makes copies of a Config, with tracers for floats. There, this is done already.
+        # Other schedules have no inner warm-up. Where JAX copies a Config, this field is a tracer,
+        # which has no value yet; then this was done when the Config was made.
         is_number = isinstance(self.inner_warmup, int | float)
         if is_number and self.schedule != "constant+inner cosine":
             object.__setattr__(self, "inner_warmup", 0.0)
 
     @property
     def passes(self):
-        """How often an outer step reads its batch."""
+        """How often an outer step reads its batch, by the name that all methods have for it."""
         return self.inner_epochs
 
     @property
@@ -125,18 +130,22 @@ class State(NamedTuple):
 
     params: Any  # θ_t; in functions below: theta0
     theta: Any  # θ, the inner iterate
-    average: Any  # the running mean of θ, which is evaluated; None with a line search or τ = 0
-    theta_mean: Any  # the same, to which the line search goes; None without one or with τ = 0
+    # At most one of the two is there; neither if τ = 0.
+    average: Any  # without a line search: the running mean of θ, which is evaluated; else None
+    theta_mean: Any  # with a line search: the running mean of θ, to which it goes; else None
     opt: Any  # state of the inner optimizer
     t: jax.Array  # outer steps done
     searched: jax.Array  # inner batches that all line searches until now have read
     k: jax.Array  # inner steps done of the current outer step
     losses: jax.Array  # ℓ at θ_t on the tokens of each inner step, [loop_steps]; 0 at those to come
-    inner_losses: jax.Array  # L2, with damping, at the θ that each of them began with; the same way
+    inner_losses: jax.Array  # L2, with damping, at the θ before each inner step; as `losses`
 
 
 def init(params, config):
-    """State at the first outer step, from copies of θ_0, as `inner_step` overwrites its state."""
+    """State at the first outer step. params: those that training starts with.
+
+    They are copied, as `inner_step` overwrites its state.
+    """
     theta = jax.tree.map(jnp.copy, params)
     mean = jax.tree.map(jnp.copy, params) if config.average else None
     average, theta_mean = (None, mean) if config.line_search else (mean, None)
@@ -177,15 +186,15 @@ def value_and_grad(theta0, delta, tokens, config, objective=quadratic):
 
     tokens: int32 ids [B, T+1]; objective: `quadratic`, or gn_prox.py's.
     """
-    model, network = config.model, config.network  # functions and sizes
-    x, y = model.inputs_and_labels(tokens)
+    network = config.network  # the sizes; config.model has the functions
+    x, y = config.model.inputs_and_labels(tokens)
 
     # Up: linearize the network below its head, h [B, T, D], and push δ through it.
-    h, push = jax.linearize(lambda params: model.hidden(network, params, x), theta0)
+    h, push = jax.linearize(lambda params: config.model.hidden(network, params, x), theta0)
     dh = push(delta)
 
     # Across: the head and the loss, a few tokens at a time.
-    head_both_ways = model.head_both_ways(network, theta0, delta)
+    head_both_ways = config.model.head_both_ways(network, theta0, delta)
 
     def across(h, dh, y):
         z, v, pull_head = head_both_ways(h, dh)  # z = f(θ_t), v = J δ
@@ -193,7 +202,7 @@ def value_and_grad(theta0, delta, tokens, config, objective=quadratic):
         h_bar, head_grad = pull_head(u)
         return h_bar, (ell, L2, head_grad)
 
-    h_bar, (ell, L2, head_grad) = model.over_tokens(network, across, h, dh, y)
+    h_bar, (ell, L2, head_grad) = config.model.over_tokens(network, across, h, dh, y)
 
     # Down: pull h_bar back through the same map. With the head's part, this is Jᵀ u.
     (grad,) = jax.linear_transpose(push, theta0)(h_bar)
@@ -219,7 +228,8 @@ def inner_step(state, tokens, config, value_and_grad=value_and_grad):
     """The State after one step of the inner optimizer on an inner batch, int32 [B, T+1].
 
     The state is donated: its memory goes to the result, and it cannot be used again. parallel.jit
-    is jax.jit; parallel.mean(f) is the mean of f over the devices, each with a share of the tokens.
+    is jax.jit. parallel.mean(f, n) is the mean of f over the devices, each with a share of the
+    tokens, and at most n sequences at a time (0: all).
     """
     delta = jax.tree.map(jnp.subtract, state.theta, state.params)
     mean_value_and_grad = parallel.mean(partial(value_and_grad, config=config), config.micro_batch)
@@ -244,7 +254,7 @@ def inner_step(state, tokens, config, value_and_grad=value_and_grad):
 
 
 def lower(state, tokens, config, value_and_grad=value_and_grad):
-    """The program of `inner_step`, which needs the most memory, before it is compiled."""
+    """The program of `inner_step` before it is compiled; train.py asks what memory a run needs."""
     return inner_step.lower(state, tokens, config, value_and_grad)
 
 
@@ -268,10 +278,10 @@ def move(state, alpha, config):
     Every matrix of θ_{t+1} is then multiplied by 1 - config.parameter_weight_decay, except after a
     refused step (α = 0).
 
-    The next inner loop starts from θ, not from θ_{t+1} (Section 5.1): the inner optimizer goes on
-    from the point that it has come to, with its momentum there. α only decides where the network is
-    linearized next. The means of θ go on, too. With config.restart, and after a refused step, the
-    loop starts from θ_{t+1}, with a new optimizer state and a new theta_mean.
+    The next inner loop starts from θ, not from θ_{t+1} (Section 5.1). The inner optimizer keeps its
+    state, as in the authors' code, and the means of θ go on. α only decides where the network is
+    linearized next. With config.restart, and after a refused step, the loop starts from θ_{t+1},
+    with a new optimizer state and a new theta_mean.
     """
     params = between(state.params, destination(state), alpha)
     going_on = state._replace(

@@ -1,12 +1,13 @@
-"""Gauss-Newton by conjugate gradients: the minimum of the quadratic model, for small models.
+"""Gauss-Newton by conjugate gradients: the minimum of L2 with damping, for small models.
 
-    δ = -(G + λI)⁻¹ g,     G = Jᵀ H J and g = ∇L(θ_t), both of the whole batch
+    δ = -(G + λI)⁻¹ grad,     G = Jᵀ H J and grad = ∇L(θ_t), both of the whole batch
 
-(J and H: see gn.py. λ is the damping.)
+(L2, J and H: see gn.py. λ is the damping.)
 
 gn.py approaches this step with an optimizer that sees the batch in parts. Conjugate gradients solve
-for it: they need nothing but products G δ, each of which reads the whole batch. That is exact, and
-too expensive for a model of any size; this file is for experiments, and for the tests of gn.py.
+for it: they need nothing but products G δ, each of which reads the whole batch. With enough steps
+they come as near to the solution as rounding allows. That is too expensive for a model of any size;
+this file is for experiments, and for the tests of gn.py.
 """
 
 from dataclasses import dataclass
@@ -30,14 +31,14 @@ from runtime.flags import check_range, traced
 class Config(BaseConfig):
     """Settings of the solver and of the line search after it."""
 
-    damping: float = 0.1  # λ in (G + λI) δ = -g
+    damping: float = 0.1  # λ in (G + λI) δ = -grad
     cg_steps: int = 100  # conjugate gradient steps at most, each a product with G on the batch
 
     depends_on_length = False  # there is no learning rate
 
     @property
     def passes(self):
-        """How often a solve reads its batch, at most: for g, for each product and for the value."""
+        """How often a solve reads its batch, at most: for grad, each product, and the value."""
         return self.cg_steps + 2
 
     def check(self):
@@ -53,14 +54,14 @@ class State(NamedTuple):
     theta: Any  # θ_t + δ
     average: None  # there is no weight average
     t: jax.Array  # outer steps done
-    searched: jax.Array  # inner batches that their line searches have read
+    searched: jax.Array  # inner batches that all line searches until now have read
     k: jax.Array  # 0 before the solve; after it, how many inner batches it may have read at most
     loss: jax.Array  # the loss at θ_t
-    inner_loss: jax.Array  # the quadratic model at θ_t + δ, damping included
+    inner_loss: jax.Array  # L2 at θ_t + δ, damping included
 
 
 def init(params, config):
-    """State at the first outer step, from parameters θ_0."""
+    """State at the first outer step, from the parameters that training starts with."""
     theta = jax.tree.map(jnp.copy, params)
     t, searched, k = jnp.zeros(3, jnp.int32)
     loss, inner_loss = jnp.zeros(2, jax.tree.leaves(params)[0].dtype)
@@ -86,7 +87,7 @@ def curvature(z, v, y, loss=model.cross_entropy):
 
 
 def solve(state, batches, config, value_and_grad=gn.value_and_grad):
-    """The State with θ = θ_t - (G + λI)⁻¹ g; batches: k -> inner batch k of N, int32 [B, T+1]."""
+    """The State with θ = θ_t - (G + λI)⁻¹ grad; batches(k): inner batch k of N, int32 [B, T+1]."""
     theta0 = state.params
 
     def mean(objective, delta):
@@ -94,7 +95,9 @@ def solve(state, batches, config, value_and_grad=gn.value_and_grad):
         total = None
         for k in range(config.inner_steps):
             result = measure(theta0, delta, batches(k), config, objective, value_and_grad)
-            jax.block_until_ready(total)  # of batch k - 1, so that `batches` hears signals in time
+            # JAX returns before it has computed. This waits for batch k - 1, so that the loop keeps
+            # step with the device: `batches` is where a signal can stop a run.
+            jax.block_until_ready(total)
             total = result if total is None else add(total, result)
         return optax.tree.scale(1 / config.inner_steps, total)
 
@@ -104,9 +107,9 @@ def solve(state, batches, config, value_and_grad=gn.value_and_grad):
         return optax.tree.add_scale(G_delta, config.damping, delta)
 
     zero = optax.tree.zeros_like(theta0)
-    loss, _, g = mean(gn.quadratic, zero)
-    minus_g = optax.tree.scale(-1, g)
-    delta = conjugate_gradients(damped_product, minus_g, config.cg_steps)
+    loss, _, grad = mean(gn.quadratic, zero)
+    minus_grad = optax.tree.scale(-1, grad)
+    delta = conjugate_gradients(damped_product, minus_grad, config.cg_steps)
     _, inner_loss, _ = mean(gn.quadratic, delta)
     inner_loss += config.damping / 2 * optax.tree.norm(delta, squared=True)
     theta = optax.tree.add(theta0, delta)
@@ -123,6 +126,7 @@ def measure(theta0, delta, tokens, config, objective, value_and_grad):
 
 def lower(state, tokens, config):
     """The program of `measure`, which needs the most memory, before it is compiled."""
+    # Only shapes and types matter here, so θ may stand for δ.
     return measure.lower(state.params, state.theta, tokens, config, gn.quadratic, gn.value_and_grad)
 
 
@@ -166,7 +170,7 @@ def update(state, batches, fresh, config, watch=lambda state: None):
     """One outer step: solve for δ on the whole batch, search along it, move.
 
     Arguments and metrics as gn.update's, without those of inner steps. The next step starts from
-    θ_{t+1}. The state that is given stays.
+    θ_{t+1}. The State that is given is not deleted.
     """
     if state.k == 0:
         state = solve(state, batches, config)

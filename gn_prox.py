@@ -3,9 +3,10 @@
     L1(θ_t + δ) = ℓ(z + v),     v = J δ,  z = f(θ_t)            (Section 6.2)
     ∇L1 = Jᵀ u,                 u = ∇ℓ(z + v)
 
-L1 is convex in δ, because ℓ is convex in the logits, but it is not quadratic. So this is no
-second-order method: it tells what the higher-order terms of the loss are worth that Gauss-Newton
-drops. Its gradient differs from Gauss-Newton's by O(|δ|²).
+Gauss-Newton makes two replacements, of the network and then of the loss. L1 has only the first, and
+L2 has both. (L1 is not the L1 norm.) L1 is convex in δ, because ℓ is convex in the logits, but it
+is not quadratic. So this is no second-order method: it tells what the higher-order terms of the
+loss are worth that Gauss-Newton drops. Its gradient differs from Gauss-Newton's by O(|δ|²).
 
 All the rest is gn.py. The defaults differ: the learning rate falls once over the whole run, there
 is no line search, and what is evaluated is the average of the weights over the inner steps.
@@ -35,13 +36,12 @@ class Config(gn.Config):
 
 @on_gpu(exact_kernel)
 def exact(z, v, y, loss=model.cross_entropy):
-    """The loss, the loss L1 at the change v of the logits, and its gradient there: as `quadratic`.
+    """ℓ at θ_t and L1 at θ_t + δ, summed over c tokens; and L1's gradient in v, ∇ℓ(z + v), [c, V].
 
-    z: logits f(θ_t), [c, V]; v: J δ, [c, V]; y: labels, int32 [c]; loss(z, y): a sum over the c
-    tokens. Returns two numbers and [c, V].
+    z: f(θ_t), [c, V]; v: J δ, [c, V]; y: labels, int32 [c]; loss(z, y): a sum over tokens.
     """
-    value, u = jax.value_and_grad(loss)(z + v, y)
-    return loss(z, y), value, u
+    L1, u = jax.value_and_grad(loss)(z + v, y)
+    return loss(z, y), L1, u
 
 
 def value_and_grad(theta0, delta, tokens, config):

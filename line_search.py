@@ -11,7 +11,7 @@ text in general.
 The *guard*: θ_t itself, α = 0, is tried too. It is the best where no step size lowers the loss, and
 then the step is refused.
 
-The *race*: in the paper's line search, every α reads as many fresh tokens as the batch has. But
+The *race*: in the authors' code, every α reads as many fresh tokens as the batch has. But
 most α fall behind at once, and a few tokens show it. All α read the same inner batches, the parts
 that a batch is read in. So for an α and the best one so far, we take the differences
 d = loss(α) - loss(best), one for each of the n inner batches until now, with their mean and its
@@ -48,7 +48,7 @@ class BaseConfig:
     """Settings of every method with a line search; recipe.py fills in the sizes."""
 
     network: model.Config  # sizes of the network
-    inner_steps: int  # inner batches in a batch, N
+    inner_steps: int  # inner batches in a batch, N: the inner steps of one pass over it
     outer_steps: int  # outer steps of the run
     inner_tokens: int = 0  # tokens in an inner batch
     micro_batch: int = 0  # sequences that a device computes on at once, at most; 0 = all
@@ -59,11 +59,12 @@ class BaseConfig:
     # fresh tokens that a search reads at most, to the nearest number of whole inner batches, at
     # least one; 0 = as many as a batch has
     line_search_tokens: int = 0
-    race: bool = True  # drop an α once it is known to be behind; false = never, as in the paper
+    # drop an α once it is known to be behind; false = never, as in the authors' code
+    race: bool = True
     guard: bool = True  # refuse a step when no step size beats θ_t; false = as in the paper
 
     def __post_init__(self):
-        if self.alphas:  # their number always counts; replace(config, alphas="") keeps it
+        if self.alphas:  # line_search becomes their number; a copy with alphas="" keeps that
             object.__setattr__(self, "line_search", len(self.alphas.split()))
 
     @property
@@ -168,7 +169,7 @@ def race(measure, n_batches, n_alphas, drops):
     """The losses that were measured, [n, A], nan where none was; and the column of the best α.
 
     measure(k, running): the losses on inner batch k < n_batches, one for each of the columns
-    `running`, those whose α have not dropped out; drops: whether any does.
+    `running`, those whose α have not dropped out; drops: whether an α may drop out at all.
     """
     losses = np.full((n_batches, n_alphas), np.nan)
     running = list(range(n_alphas))

@@ -41,8 +41,8 @@ class Config:
     n_layers: int = 4  # blocks, L
     n_heads: int = 8  # attention heads; each is K = d_model / n_heads wide
     n_kv_heads: int = 8  # heads of keys and values; fewer than n_heads = grouped-query attention
-    mlp: str = "gelu"  # gelu (two matrices, as in the paper) | swiglu (three: the usual LLaMA)
-    # LayerNorm on the queries and keys, over all heads together (paper); false = the usual LLaMA
+    mlp: str = "gelu"  # gelu (two matrices, authors' code) | swiglu (three: the usual LLaMA)
+    # LayerNorm on queries and keys, over all heads together (authors' code); false = usual LLaMA
     qk_norm: bool = True
     # float32 | bfloat16: type of the factors of matrix products; a run takes bfloat16 where fast
     dtype: str = "float32"

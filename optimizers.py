@@ -11,8 +11,8 @@ An optax transformation is a pair of functions. `init(params)` returns its state
 `update(grads, state, params)` returns the step, to be added to the parameters, and the next state.
 `optax.chain` applies several in a row.
 
-The baselines use these rules on the loss (baselines.py), Gauss-Newton uses Muon or AdamW on its
-quadratic model (gn.py). Numbers such as lr may be traced: one compiled program serves all values.
+The baselines use these rules on the loss (baselines.py), Gauss-Newton uses Muon or AdamW on L2
+(gn.py). Numbers such as lr may be traced: one compiled program serves all values.
 """
 
 from functools import partial
@@ -39,7 +39,7 @@ def map_names(f, params):
 
 
 def groups(params):
-    """The group of each parameter: "embedding", "head", "matrices" (of blocks), or "vectors".
+    """The group of each parameter: "embedding", "head", "matrices" (of blocks) or "vectors".
 
     The vectors are the norms and biases, and whatever has another name in a network of your own.
     """
@@ -53,7 +53,7 @@ def groups(params):
 
 
 def is_matrix(params):
-    """True for what decays: embedding, head and model.MATRICES; False for all else."""
+    """True for every matrix: the groups embedding, head and "matrices"; False for the vectors."""
     return jax.tree.map(lambda group: group != "vectors", groups(params))
 
 
@@ -135,10 +135,10 @@ def nesterov(b):
 def orthogonalize(dtype):
     """Turns each matrix U S Vᵀ of a tree of stacks [L, in, out] into about √max(1, out/in) U Vᵀ.
 
-    Newton-Schulz needs no decomposition for that. A matrix m is divided by its Frobenius norm, so
-    that no singular value is above 1; then five times m <- a m + b (m mᵀ) m + c (m mᵀ)² m, which
-    brings the singular values near 1. Here it is optax's Muon: with lr -1 and no momentum, nothing
-    but this and the factor √max(1, out/in) is left of it.
+    Newton-Schulz needs no decomposition for that. A matrix A is divided by its Frobenius norm, so
+    that no singular value is above 1. Then five times A <- c1 A + c2 (A Aᵀ) A + c3 (A Aᵀ)² A, with
+    c1, c2, c3 = 3.4445, -4.775, 2.0315, brings the singular values near 1. Here it is optax's Muon:
+    with lr -1 and no momentum, nothing but this and the factor √max(1, out/in) is left of it.
     """
     axes = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
     rule = optax.contrib.muon(

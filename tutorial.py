@@ -14,7 +14,8 @@ where the matrix C says how the loss curves. The gradient of m, grad + C δ, is 
     Newton              C = ∇²L + λI    the Hessian ∇²L: all second derivatives of the loss
     Gauss-Newton        C = G + λI      G: a part of the Hessian that never curves downwards
 
-λ is a small number. Section 2 explains G and λ.
+λ is a small number. Section 2 explains G and λ. In the code, `theta` is θ_t, as one vector. (In
+gn.py, `theta` is θ_t + δ, and θ_t is `theta0`.)
 """
 
 import sys
@@ -35,6 +36,7 @@ from runtime.command import blaming_input, command
 
 DAMPING = 0.03  # λ
 SEED = 97  # of the first parameters, chosen because Newton's method fails there (section 6)
+# the three methods, each with its color and marker in the picture
 LOOKS = {"gradient": ("black", "v"), "Newton": ("#D55E00", "D"), "Gauss-Newton": ("#0072B2", "o")}
 
 # ---- 1. A network and its data -------------------------------------------------------------------
@@ -82,6 +84,7 @@ class MLP:
         return model.cross_entropy(z, y) / len(y)
 
 
+# gn.value_and_grad reads the first two only; the others have no default.
 CONFIG = gn.Config(network=None, model=MLP, inner_steps=1, outer_steps=1)
 
 
@@ -123,12 +126,15 @@ def functions_of_theta(config, params, batch):
 #
 # The loss curves for two reasons: the logits curve as θ changes, and the loss curves as the logits
 # change. Gauss-Newton keeps only the second. It replaces the logits by z + J δ, which do not curve;
-# the Jacobian J = ∂z/∂θ has one row for each logit. Then the second derivatives of the loss are
+# the Jacobian J = ∂z/∂θ of a point has one row for each of its logits. Then the second derivatives
+# of the loss are
 #
 #     G = mean over the points of Jᵀ H J,    H = ∂²loss/∂z² = diag(p) - p pᵀ
 #
-# H never curves downwards, so neither does G. The Hessian may. It is G plus the curvature ∇²z of
-# the logits, each weighted by its residual p - onehot(y), which says how wrong that logit is.
+# For a change v of the logits, v·Hv is the variance of v under p, which is never negative. So
+# neither is δ·Gδ: G never curves downwards. The Hessian may. It is G plus the mean over the points
+# of the curvature ∇²z of the logits, each weighted by its residual p - onehot(y), which says how
+# wrong that logit is.
 #
 # G has no inverse. Along a direction of θ that adds the same number to all logits, no probability
 # changes, so G is zero there. Adding λ to every curvature mends this, and makes the step shorter.
@@ -146,12 +152,13 @@ def gauss_newton_matrix(logits, theta):
 
 # ---- 3. The same step from products alone --------------------------------------------------------
 #
-# With a million parameters, G has 10¹² entries. But the product G δ = Jᵀ (H (J δ)) needs no matrix.
-# In place of J, JAX gives two functions. Each costs no more than a few runs of the network:
+# With a million parameters, G has 10¹² entries. But the product G δ = Jᵀ (H (J δ)) / n needs no
+# matrix; here, J and H are those of all n points at once. In place of J, JAX gives two functions.
+# Each costs no more than a few runs of the network:
 #
 #     the pushforward    δ -> J δ     how the logits change when θ changes by a small δ
 #     the pullback       u -> Jᵀ u    from an array like z, called a cotangent, back to parameters;
-#                                     from the residuals it makes the gradient of the loss
+#                                     from residuals / n it makes the gradient of the loss
 #
 # The method of conjugate gradients solves C δ = -grad in steps. Each needs one product with C.
 
@@ -199,20 +206,21 @@ SHOWN = np.linspace(0, 1.2, 61)  # the α of the picture
 
 @partial(jax.jit, static_argnames="loss")
 def losses_along(loss, theta, delta, alphas):
-    """The loss at θ + α δ, for each α of alphas."""
+    """The loss at θ_t + α δ, for each α of alphas."""
     return jax.lax.map(lambda alpha: loss(theta + alpha * delta), alphas)
 
 
 def line_search(loss, theta, delta):
-    """The α of ALPHAS where the loss at θ + α δ is smallest."""
+    """The α of ALPHAS where the loss at θ_t + α δ is smallest."""
     return ALPHAS[jnp.argmin(losses_along(loss, theta, delta, ALPHAS))]
 
 
 # ---- 6. Gradient descent, Newton, Gauss-Newton ---------------------------------------------------
 #
-# A negative eigenvalue of the Hessian is a direction in which the loss curves downwards. If it is
-# below -λ, Newton's m has no minimum: Newton goes to a saddle or a maximum of it, and may even go
-# uphill. Gauss-Newton cannot: its slope, grad·δ = -grad·C⁻¹ grad, is always negative.
+# If the Hessian has a negative eigenvalue, the loss curves downwards along its eigenvector. If the
+# eigenvalue is below -λ, Newton's m has no minimum: Newton goes to a saddle or a maximum of it, and
+# may even go uphill. Gauss-Newton cannot: the slope of the loss along its step,
+# grad·δ = -grad·C⁻¹ grad, is negative wherever grad is not zero.
 
 
 class Step(NamedTuple):
@@ -225,7 +233,7 @@ class Step(NamedTuple):
 
 @partial(jax.jit, static_argnames=("method", "logits", "loss"))
 def compute_step(method, logits, loss, theta):
-    """The Step of a method at θ."""
+    """The Step of a method at θ_t."""
     grad = jax.grad(loss)(theta)
     identity = jnp.eye(len(theta))
     if method == "gradient":
@@ -250,8 +258,9 @@ def train(logits, loss, theta, method):
 
 # ---- 7. The same through gn.py -------------------------------------------------------------------
 #
-# gn.value_and_grad returns the loss at θ_t, m(δ) without λ, and the gradient of this m, grad + G δ.
-# It goes up the network (v = J δ), across the loss (u = residuals + H v), and down again (Jᵀ u).
+# gn.value_and_grad returns the loss at θ_t; m(δ) without λ, which is called L2 there; and the
+# gradient of L2, grad + G δ. It goes up the network (v = J δ), across the loss
+# (u = residuals + H v), and down again (Jᵀ u), and divides by the number of points.
 
 
 def errors_of_gn(config, params, batch):

@@ -132,7 +132,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     # gn_prox.py
     ("gn_prox.py", "L1 at z instead of z + v", "jax.value_and_grad(loss)(z + v, y)", "jax.value_and_grad(loss)(z, y)"),
     ("gn_prox.py", "L1 at z - v", "jax.value_and_grad(loss)(z + v, y)", "jax.value_and_grad(loss)(z - v, y)"),
-    ("gn_prox.py", "the loss at θ instead of θ_t", "return loss(z, y), value, u", "return value, value, u"),
+    ("gn_prox.py", "the loss at θ instead of θ_t", "return loss(z, y), L1, u", "return L1, L1, u"),
     ("gn_prox.py", "the gradient of Gauss-Newton", "delta, tokens, config, exact)", "delta, tokens, config)"),
     ("gn_prox.py", "a step of Gauss-Newton", "config, watch, value_and_grad)", "config, watch)"),
     ("gn_prox.py", "the memory of Gauss-Newton", "gn.lower(state, tokens, config, value_and_grad)", "gn.lower(state, tokens, config)"),
@@ -163,11 +163,11 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     # gn_cg.py
     ("gn_cg.py", "curvature twice in the products", "jnp.vdot(v, Hv) / 2, Hv", "jnp.vdot(v, Hv) / 2, 2 * Hv"),
     ("gn_cg.py", "curvature's own value doubled", "jnp.vdot(v, Hv) / 2, Hv", "jnp.vdot(v, Hv), Hv"),
-    ("gn_cg.py", "solves for +g", "optax.tree.scale(-1, g)", "optax.tree.scale(1, g)"),
+    ("gn_cg.py", "solves for +grad", "minus_grad = optax.tree.scale(-1, grad)", "minus_grad = grad"),
     ("gn_cg.py", "solves on the first inner batch only", "batches(k), config, objective, value_and_grad)", "batches(0), config, objective, value_and_grad)"),
     ("gn_cg.py", "sums for means over inner batches", "optax.tree.scale(1 / config.inner_steps, total)", "total"),
     ("gn_cg.py", "stops early", "enough = 1e-20 *", "enough = 1e-4 *"),
-    ("gn_cg.py", "--cg-steps not heard", "minus_g, config.cg_steps)", "minus_g, 3000)"),
+    ("gn_cg.py", "--cg-steps not heard", "minus_grad, config.cg_steps)", "minus_grad, 3000)"),
     ("gn_cg.py", "no damping in the products", "return optax.tree.add_scale(G_delta, config.damping, delta)", "return G_delta"),
     ("gn_cg.py", "no damping in the value", "inner_loss += config.damping / 2", "inner_loss += 0 / 2"),
     ("gn_cg.py", "the value at θ_t", "_, inner_loss, _ = mean(gn.quadratic, delta)", "_, inner_loss, _ = mean(gn.quadratic, zero)"),
