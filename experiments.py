@@ -258,6 +258,7 @@ EXPERIMENTS["5m-12m-grids"] = Experiment(
 {GN_8_STEPS} --lr 0.006 --momentum 0.8
 {GN_8_STEPS} --lr 0.006 --restart true
 {GN_8_STEPS} --lr 0.006 --inner-warmup 0.2
+{GN_8_STEPS} --lr 0.002,0.003 --inner-epochs 2
 {GN_6_STEPS} --lr 0.003,0.006,0.01
 {GN_6_STEPS} --lr 0.006 --line-search 10
 {GN_6_STEPS} --lr 0.006 --average 0.97
@@ -265,6 +266,8 @@ EXPERIMENTS["5m-12m-grids"] = Experiment(
 {FIVE_M_PROX} --average 0.99 --steps 6 --lr 0.006
 {FIVE_M_PROX} --average 0.99 --steps 5 --lr 0.006 --b2 0.999,0.95
 {FIVE_M_PROX} --average 0.99 --steps 4 --lr 0.006,0.01
+{FIVE_M_PROX} --average 0.99 --steps 4 --lr 0.003,0.006 --inner-epochs 2
+{FIVE_M_PROX} --average 0.99 --steps 4 --lr 0.006 --inner-epochs 3
 {FIVE_M_LAYERWISE} --schedule 'constant+inner cosine' --steps 10 --lr 0.003,0.006,0.01
 {FIVE_M_SOAP} --steps 100 --lr 0.003,0.005,0.01
 {FIVE_M_MUON} --average 0.4 --steps 120 --lr 0.02,0.03,0.045
@@ -367,6 +370,7 @@ FORTY_FIVE_M_PROX = "--method gn_prox --average 0.99"
 FORTY_FIVE_M_LAYERWISE = "--method layerwise_gn --line-search-tokens 500k"
 FORTY_FIVE_M_SOAP = "--method soap --schedule constant --warmup-steps 5 --steps 90"
 FORTY_FIVE_M_MUON = "--method muon --schedule constant --warmup-steps 5 --average 0.4 --steps 120"
+SEEDS = "--seed 1,2,3"
 
 # The target was a guess at what full Gauss-Newton reaches in 12 steps.
 EXPERIMENTS["45m-grids"] = Experiment(
@@ -375,7 +379,7 @@ EXPERIMENTS["45m-grids"] = Experiment(
     f"""
 {FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.006,0.01
 {FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.01,0.015 --line-search 10
-{FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 10 --lr 0.01
+{FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 10,14 --lr 0.01
 {FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.01,0.015 --average 0.95,0.99
 {FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.01 --average 0.97
 {FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 10 --lr 0.01 --average 0.95
@@ -384,8 +388,12 @@ EXPERIMENTS["45m-grids"] = Experiment(
 {FORTY_FIVE_M_GN} --schedule 'constant+inner cosine' --steps 14 --lr 0.003,0.006,0.01
 {FORTY_FIVE_M_GN} --schedule 'constant+inner cosine' --steps 14 --lr 0.003 --restart true
 {FORTY_FIVE_M_GN} --schedule 'constant+inner cosine' --steps 14 --lr 0.006 --inner-epochs 2
+{FORTY_FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.003 --inner-epochs 2
+{FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.006,0.01 --inner-epochs 2
+{FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.006 --inner-epochs 3
 {FORTY_FIVE_M_PROX} --steps 12 --lr 0.006,0.01,0.015
 {FORTY_FIVE_M_PROX} --steps 9 --lr 0.01
+{FORTY_FIVE_M_PROX} --steps 8 --lr 0.006,0.01 --inner-epochs 2
 --method gn_prox --average 0 --steps 12 --lr 0.01
 {FORTY_FIVE_M_LAYERWISE} --schedule 'global cosine' --steps 12 --lr 0.01
 {FORTY_FIVE_M_LAYERWISE} --schedule 'global cosine' --steps 12 --lr 0.01,0.015 --average 0.95
@@ -406,6 +414,7 @@ EXPERIMENTS["45m"] = Experiment(
     f"{FORTY_FIVE_M} --batch 4m --seed 1,2,3",
     f"""
 {FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.01 --average 0,0.95
+{FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.006 --inner-epochs 2
 {FORTY_FIVE_M_PROX} --steps 12 --lr 0.01
 {FORTY_FIVE_M_LAYERWISE} --schedule 'global cosine' --steps 14 --lr 0.015 --average 0.95
 {FORTY_FIVE_M_SOAP} --lr 0.005
@@ -431,6 +440,7 @@ EXPERIMENTS["45m-12m-grids"] = Experiment(
 {FORTY_FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.003,0.006
 {FORTY_FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.006 --average 0.99
 {FORTY_FIVE_M_PROX} --steps 6 --lr 0.006,0.01
+{FORTY_FIVE_M_PROX} --steps 4 --lr 0.006 --inner-epochs 2
 {FORTY_FIVE_M_SOAP} --lr 0.005
 {FORTY_FIVE_M_MUON} --lr 0.03
 """,
@@ -438,11 +448,12 @@ EXPERIMENTS["45m-12m-grids"] = Experiment(
 
 EXPERIMENTS["45m-12m"] = Experiment(
     "How many steps of 12m tokens does each method need to a loss of 4.1, with other seeds?",
-    f"{FORTY_FIVE_M} --batch 12m --seed 1,2,3",
+    f"{FORTY_FIVE_M} --batch 12m",
     f"""
-{FORTY_FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.006 --average 0.99
-{FORTY_FIVE_M_PROX} --steps 6 --lr 0.006
-{FORTY_FIVE_M_SOAP} --lr 0.005
+{FORTY_FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.006 --average 0.99 {SEEDS}
+{FORTY_FIVE_M_PROX} --steps 6 --lr 0.006 {SEEDS}
+{FORTY_FIVE_M_SOAP} --lr 0.005 {SEEDS}
+{FORTY_FIVE_M_MUON} --lr 0.03 --seed 1
 """,
 )
 
@@ -576,19 +587,26 @@ def train_one(file, job):
     Returns the exit status: 0 if it has ended, also if it has diverged.
     """
     folder = job.run.config.out
-    if jax.default_backend() == "cpu":
-        jax.clear_caches()  # on a CPU, a process can map only so many compiled programs
     status = job.program.main(job.words)
     may_have_ended = status in (0, 1)  # a run that diverges has status 1, as some others have
     if not may_have_ended:
         return status
-    saved = packed.pack(folder)
+    saved = cut(packed.pack(folder), job.run)
     if not has_ended(saved):
         return 1
     # Another command, on another text, may have added the first runs of the file meanwhile.
     check_text(file, comparison.held_out_of(saved["config"]), folder)
     packed.add(file, [saved])
     return 0
+
+
+def cut(saved, run):
+    """A packed run up to the length of a Run: its folder may hold the same run with more steps."""
+    if not saved["rows"] or saved["rows"][-1]["step"] <= run.last_step:
+        return saved
+    rows = [row for row in saved["rows"] if row["step"] <= run.last_step]
+    length = {name: run.values[name] for name in ("steps", "tokens")}
+    return saved | {"config": saved["config"] | length, "rows": rows}
 
 
 @contextmanager

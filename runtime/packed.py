@@ -128,7 +128,7 @@ def shorten(run):
     """A run without what it need not say, and with fewer digits of its numbers.
 
     Left out are nulls, numbers that are IMPLIED, and `refused` where no step was. Numbers keep as
-    many digits as DIGITS says. `input_wait` is rounded to a hundredth of a second. Of `about`, the
+    many digits as DIGITS says. `input_wait` is rounded to a tenth of a second. Of `about`, the
     USUAL_SETTINGS are left out.
     """
     about = dict(run["about"])
@@ -156,7 +156,7 @@ def shorten_number(name, value):
     if not isinstance(value, float):
         return value
     if name == "input_wait":
-        return round(value, 2)
+        return round(value, 1)
     digits = DIGITS_OF_OTHERS
     for beginning, fewer in DIGITS.items():
         if name.startswith(beginning):

@@ -82,7 +82,10 @@ def test_commands_beside_each_other_train_each_run_once(two_rates, capsys, monke
 
 
 def test_a_run_at_two_lengths_is_packed_at_each(two_rates, monkeypatch):
-    """The shorter first, as both have one folder. Meanwhile, no other command trains in there."""
+    """The shorter first, as both have one folder. Meanwhile, no other command trains in there.
+
+    And again where the file is lost: from that folder, which now has the longer run.
+    """
     commands = "--method adamw --lr 0.01 --schedule constant --warmup 0 --steps 2,1"
     lengths = experiments.EXPERIMENTS["two-rates"]._replace(commands=commands)
     monkeypatch.setattr(experiments, "EXPERIMENTS", {"lengths": lengths})
@@ -90,8 +93,12 @@ def test_a_run_at_two_lengths_is_packed_at_each(two_rates, monkeypatch):
     with experiments.claimed("lengths", short), experiments.claimed("lengths", long) as is_mine:
         assert not is_mine
     assert experiments.main(["lengths"]) == 0
-    made = packed.read(experiments.results_of("lengths"))
+    file = experiments.results_of("lengths")
+    made = packed.read(file)
     assert [run["rows"][-1]["step"] for run in made] == [1, 2]
+    file.unlink()
+    assert experiments.main(["lengths"]) == 0  # from the folder, which has the longer run
+    assert packed.read(file) == made
 
 
 def test_a_run_that_stops_is_not_packed_and_goes_on_later(two_rates, monkeypatch):
@@ -119,7 +126,7 @@ def test_a_run_that_diverges_is_packed_and_the_next_one_made(two_rates, monkeypa
     def diverge(words):
         if "0.01" not in words:
             return original(words)
-        made = Run(Path(words[-1]).parent, "adamw", lr=0.01).cut(5)  # of 9
+        made = Run(Path(words[-1]).parent, "adamw", lr=0.01).cut(3)  # of 9
         made.diverge()
         Path(made.folder).rename(words[-1])
         return 1

@@ -41,7 +41,7 @@ def test_a_packed_run_does_not_say_what_its_rows_need_not_say():
     rows = [{"refused": 0, "input_wait": 0.0357, "val_bpb": 1.5}]
     rows += [{"refused": 2, "input_wait": 12.3456, "lr": 0.1}]
     packed_run = packed.shorten({"config": {}, "about": {}, "rows": rows})
-    assert packed_run["rows"] == [{"input_wait": 0.04}, {"refused": 2, "input_wait": 12.35}]
+    assert packed_run["rows"] == [{"input_wait": 0.0}, {"refused": 2, "input_wait": 12.3}]
 
 
 def test_a_packed_run_says_which_settings_of_jax_were_changed():
