@@ -58,11 +58,11 @@ class Config:
 
 
 class Products(NamedTuple):
-    """Multiply-adds of a step per token: per weight of the blocks and of the head, and attention.
+    """Multiply-adds per token: per weight of the blocks, per weight of the head, of attention.
 
-    A unit of attention is one of its two products, q kᵀ or p v, in the forward pass. A change on
-    its way up, or a cotangent on its way down, takes five of them: two for each of the two
-    products, and q kᵀ again.
+    The unit of attention is one of its two products, q kᵀ or p v, in a forward pass. A change on
+    its way up takes five units, and so does a cotangent on its way down: two for each of the two
+    products, and one to compute q kᵀ again.
     """
 
     block: int
@@ -78,12 +78,13 @@ GAUSS_NEWTON = Products(block=1 + 2 + 2, head=1 + 2 + 2, attention=2 + 5 + 5)
 
 
 def layerwise_products(network):
-    """Those of layerwise Gauss-Newton: a forward pass, and each stream through the layers above.
+    """Those of layerwise Gauss-Newton.
 
-    A block takes 1 for the forward pass. Then there are streams, up and down: its own, which takes
-    2 each way in a block, and on average (L + 1) / 2 that pass it, which take 1 each way. The head
-    takes 1, and 2 for each of the L + 1 streams, and 2 for its own. Attention takes 5 for a stream
-    each way.
+    A stream is the change of one layer on its way up to the loss, and its cotangent on the way
+    back. Per weight, a block takes 1 for the forward pass; for the stream that starts in it, 2 up
+    and 2 down; and for each stream that passes it, which are (L + 1) / 2 on average, 1 up and 1
+    down. The head takes 1 for the forward pass, 2 for each of the L + 1 streams that pass it, and 2
+    for its own. Attention takes 2 for the forward pass, and 5 up and 5 down for each stream.
     """
     L = network.n_layers
     passing = (L + 1) / 2  # on average

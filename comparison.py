@@ -190,6 +190,8 @@ def read_run(run, source):
         raise ValueError("a row has no step")
     flags = fill_in(run["config"])
     flags |= work_out(flags, steps_done=int(log.step.max()))
+    if flags.get("schedule") not in SCHEDULES:
+        flags["schedule"] = None  # of a method of one's own; `setting` keeps its name
     flags["device"] = run["about"].get("device", "-")
     flags["source"] = source
     return [flags | measured for measured in log.to_dict("records")]
@@ -212,8 +214,6 @@ def fill_in(config):
     for name in ("lr", "warmup", "inner_warmup", "warmup_steps", "target_loss"):
         flags[name] = check_number(name, flags.get(name) or 0)  # 0: it has none, such as no target
     flags["seed"] = int(flags["seed"])
-    if flags.get("schedule") not in SCHEDULES:
-        flags["schedule"] = None  # of a method of one's own
     return flags
 
 

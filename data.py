@@ -16,7 +16,7 @@ are in no window and are never predicted. With T = 4 these are three, 111 103 0:
     window 1                    116 0 97 32 100
 
 A large corpus is cut into groups of files, each with an array and windows of its own. A group is
-tokenized when a run comes near it (text/groups.py). A small corpus, below 256 MB, is one group.
+tokenized when a run comes near it (text/groups.py). A small corpus, below 268 MB, is one group.
 
 An epoch reads all windows: one group after another, and the windows of a group in a random order.
 The next epoch has the groups, and their windows, in another order. Sequences are the windows in the
@@ -61,25 +61,26 @@ class Corpus(NamedTuple):
     meta: dict  # the counts and the sha256 of each side: see groups.make
 
 
-def prepare(corpus, tok, context, need=float("inf"), folder="data", later=0, makes=True):
+def prepare(
+    corpus, tok, context, need=float("inf"), folder="data", read_at_most=0, makes_groups=True
+):
     """The corpus, tokenized into files below `folder` as far as it is needed at once.
 
     The ids of a document are tok.encode(document), then tok.end_of_text.
 
     corpus: stdlib (the source code of Python's standard library), c4, or the path of a file or
     folder (text/documents.py). Its groups are taken in order, until their windows of `context` + 1
-    have `need` tokens. Later groups are tokenized by another process while the caller reads, up to
-    the token number `later`, until the caller ends that with `train.close()`. makes: whether this
-    process has later groups made; if not, it waits until another process has made them.
+    have `need` tokens. Later groups are tokenized by another process while the caller reads: until
+    there are `read_at_most` tokens, or until the caller ends that with `train.close()`.
+    makes_groups: whether this process has them made; if not, it waits until another one has.
 
     What was tokenized before, by the same path, is not tokenized again. What was interrupted goes
     on where it was (text/token_files.py). If two processes ask at once, one waits for the other.
     Raises ValueError if the corpus is missing, empty or not text, or if either side is shorter than
-    a window. If nothing was there before, and no file could be finished or the corpus is too short,
-    nothing is left then. Otherwise what was made is kept. Raises OSError for a failure of the
-    machine.
+    a window. Where it fails, it removes what it has made if the corpus is too short, or if no file
+    was finished. What was there before is always kept. Raises OSError for a failure of the machine.
     """
-    return Corpus(*groups.make(corpus, tok, context, need, folder, later, makes))
+    return Corpus(*groups.make(corpus, tok, context, need, folder, read_at_most, makes_groups))
 
 
 def describe(meta):
@@ -179,8 +180,9 @@ def batch(text, context, size, seed, index):
 class Ahead:
     """Reads batches before they are asked for: ahead(index) is read(index), for index < end.
 
-    Batches are asked for in order. While the caller works with one, a thread reads the next. While
-    the caller waits for one, `check` is called every second, which may raise.
+    While the caller works with a batch, a thread reads the one after it. If another one is asked
+    for, as after a line search that ended early, that was read for nothing. While the caller waits,
+    `check` is called every second, which may raise.
     """
 
     def __init__(self, read, end):

@@ -84,7 +84,6 @@ LONG_DASHED = (0, (7, 2))
 LINES = ["-", "--", "-.", DOTTED, DASHED_TWICE_DOTTED, LONG_DASHED, "-"]
 MARKERS = ["o", "s", "^", "v", "D", "P", "X"]
 CYCLE = cycler(color=COLORS) + cycler(linestyle=LINES) + cycler(marker=MARKERS)
-LOOKS = dict(zip(METHODS, itertools.cycle(CYCLE), strict=False))
 
 matplotlib.rcdefaults()  # whatever a person's matplotlibrc has
 rcParams["font.size"] = 8
@@ -247,6 +246,9 @@ def make_looks():
         for number, look in enumerate(CYCLE):
             other = (number + turn) % len(LINES)
             yield look | {"linestyle": LINES[other], "marker": MARKERS[other]}
+
+
+LOOKS = dict(zip(METHODS, make_looks(), strict=False))
 
 
 def draw_against_batch(ax, values):
@@ -524,7 +526,8 @@ def plan_batches(best_at_tokens, best_to_targets):
 def split_bounds(table):
     """The rows of a table but for those of bounds, and those of bounds.
 
-    Muon whose batch is an inner batch of Gauss-Newton is a bound, not a point (Section 5).
+    Muon whose batch is an inner batch of Gauss-Newton is a bound, not a point (Section 5): it takes
+    as many steps as all inner loops together, each on the true loss and not on a stand-in for it.
     """
     inner_batches = table.inner_tokens[table.has_inner_loop]
     is_bound = (table.method == "muon") & table.batch.isin(inner_batches)
@@ -715,12 +718,19 @@ def check_own(folder):
 
 
 def save(figures, tables, folder):
-    """Writes the tables, and each figure as PNG and as SVG, and prints the paths."""
+    """Writes the tables, and each figure as PNG and as SVG, and prints the paths.
+
+    Says which pictures the folder had before and keeps: they may be of other runs.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    older = {path for path in folder.iterdir() if path.suffix in (".png", ".svg")}
     write_text(folder / "tables.md", tables)
     for name, figure in figures.items():
         for kind in ("png", "svg"):
-            write_picture(folder / f"{name}.{kind}", figure)
+            path = folder / f"{name}.{kind}"
+            write_picture(path, figure)
+            older.discard(path)
+    say_left_out(sorted(older), "picture was there before", "pictures were there before")
 
 
 def write_text(path, text):

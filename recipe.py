@@ -32,9 +32,12 @@ from text.tokenizer import Tokenizer, tokenizer
 class Method(NamedTuple):
     """A way to train, such as the one that README.md adds.
 
-    Its module has the functions `init` and `update`. Its Config has `inner_steps` and
-    `outer_steps`, which are filled in, and `fresh_batches`, which says how many inner batches a
-    line search may read. Its State has `t` and `k`, how many outer and inner steps are done.
+    Its module has init(params, config), which returns the first State, and update(state, batches,
+    fresh, config, watch), which takes an outer step as gn.update does. Its Config is a frozen
+    dataclass under @flags.traced, with `inner_steps` and `outer_steps`, which are filled in, and
+    `fresh_batches`, which says how many inner batches a line search may read. Its State has
+    `params`; `average`, the weights to evaluate in place of these, or None; and `t` and `k`, how
+    many outer and inner steps are done.
 
     A method may have more. In its module, `lower` returns its largest program before it is
     compiled, so that memory can be planned. In its Config, `check` raises ValueError for a bad
@@ -349,11 +352,11 @@ def parse(argv, about=""):
     groups, others = flag_groups(method), flags_of_others(method)
     shown = f"The defaults are those of --method {method} --model {preset}."
     given = flags.parse(argv, groups, values, f"{about}\n{shown}", others, MEANT)
-    # The number of ids belongs to the model's own tokenizer; 0: as many as another has by itself.
+    # A preset's vocab_size belongs to its own tokenizer. 0 = the usual one of the tokenizer given.
     if given.get("tokenizer", values["tokenizer"]) != values["tokenizer"]:
         values["vocab_size"] = 0
-    # Tuned together with a schedule and a line search: if one of these is given, even the tuned
-    # one, the warm-up and the average are the defaults of their fields.
+    # Warm-up and average were tuned with one schedule and one line search. Where either is given,
+    # even the tuned one, they have the defaults of a model that was not tuned.
     if given.keys() & {"schedule", "line_search", "alphas"}:
         for name in tuned.keys() & {"warmup_steps", "average"}:
             values[name] = fields[name].default

@@ -1,7 +1,7 @@
 """The tables of a task's runs, in Markdown that can also be read as it is.
 
-    Steps to loss 3.25       of the best settings, and their ratio to Gauss-Newton's at the same
-                             seeds (Section 6.1.1)
+    Steps to loss 3.25       of the best settings, and their ratio to Gauss-Newton's fewest at any
+                             batch, over common seeds (Section 6.1.1)
     Losses after 3b tokens   final losses of the best settings (Section 6.1.2), and their steps to
                              the last loss of the best baseline at the same batch and seed
     Costs of a step ..       of the runs of that table

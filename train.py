@@ -187,7 +187,7 @@ def load_warm_up(run, path, like):
             found = checkpoint.load(path, like)
         except ValueError as error:
             print(f"{error}; the warm-up is made again", file=sys.stderr)
-    if parallel.largest(found is None):  # in one process at least
+    if parallel.in_any(found is None):
         return None
     return parallel.put(run.mesh, found)
 
@@ -211,9 +211,10 @@ def make_warm_up(session, params, digest):
     init = parallel.jit(baselines.init, static_argnums=1)
     # The digest is part of the arrays' names: what is left of another warm-up has other names, so
     # that it is not taken for a part of this one.
-    begun = {digest: {"state": init(params, settings), "code": code_bytes()}}
-    begun = load_warm_up(run, unfinished_warm_up(run), begun) or begun
-    state, code = begun[digest]["state"], begun[digest]["code"]
+    at_start = {digest: {"state": init(params, settings), "code": code_bytes()}}
+    found = load_warm_up(run, unfinished_warm_up(run), like=at_start)
+    begun = (at_start if found is None else found)[digest]
+    state, code = begun["state"], begun["code"]
 
     def save(state):
         checkpoint.save(unfinished_warm_up(run), {digest: {"state": state, "code": code}})
@@ -286,9 +287,9 @@ def say_time_left(session, t, seconds):
 
 def first_state(session):
     """The method's state after the warm-up, and the metrics of the warm-up."""
-    start = Meters.read()
+    start = Meters.read(session)
     params, train_loss = warm_up(session)
-    metrics = {"train_loss": train_loss} | start.spent({})
+    metrics = {"train_loss": train_loss} | start.spent(session, {})
     init = parallel.jit(session.run.method.module.init, static_argnums=1)
     return init(params, session.run.settings), metrics
 
@@ -300,7 +301,7 @@ def outer_step(session, state, t, before):
     """
     run = session.run
     update = run.method.module.update
-    start = Meters.read()
+    start = Meters.read(session)
     first = run.warmup_batches + t * run.batches_per_step
     batches = session.batches(first, "inner batches")
     fresh = session.batches(first + run.settings.inner_steps, "line search")
@@ -309,25 +310,29 @@ def outer_step(session, state, t, before):
         jax.block_until_ready(state)
     refused = int(metrics.get("alpha") == 0)
     metrics["refused"] = before.get("refused", 0) + refused
-    metrics |= start.spent(before)
+    metrics |= start.spent(session, before)
     return state, metrics
 
 
 class Meters(NamedTuple):
-    """A reading of the clock and of the GPUs' counters of energy."""
+    """A reading of the clock, of the time that went into waiting, and of the energy counters."""
 
     seconds: float
-    joules: float  # None where there is no counter
+    waited: float  # seconds that this session has waited for batches
+    joules: float | None  # of the GPUs; None where there is no counter
 
     @staticmethod
-    def read():
+    def read(session):
         """The reading now."""
-        return Meters(time.perf_counter(), energy.joules())
+        return Meters(time.perf_counter(), session.ahead.waited, energy.joules())
 
-    def spent(self, earlier):
+    def spent(self, session, earlier):
         """What was used since this reading, as metrics; those of earlier steps are added."""
-        now = Meters.read()
-        metrics = {"seconds": earlier.get("seconds", 0) + now.seconds - self.seconds}
+        now = Meters.read(session)
+        metrics = {
+            "seconds": earlier.get("seconds", 0) + now.seconds - self.seconds,
+            "input_wait": earlier.get("input_wait", 0) + now.waited - self.waited,
+        }
         if self.joules is not None and now.joules is not None:
             metrics["joules"] = earlier.get("joules", 0) + now.joules - self.joules
         return metrics
@@ -343,7 +348,6 @@ def record(session, state, t, metrics, rows):
     checkpoint.write_log(session.run.config.out, rows)
     session.saver.after_outer_step(state)
     session.progress.write(report.table_row(rows[-1]))
-    session.ahead.waited = 0.0
 
 
 # What a row of log.jsonl holds in any case, in this order. null: the method has no such number, or
@@ -380,7 +384,6 @@ def log_row(session, state, t, val_loss, metrics):
     row["tokens_line_search"] = line_search_batches * run.inner_tokens
     row["val_loss"] = val_loss
     row["val_bpb"] = bits * meta["val_tokens"] / meta["val_bytes"]
-    row["input_wait"] = session.ahead.waited
     return {name: plain(value) for name, value in row.items()}
 
 
@@ -467,8 +470,8 @@ def prepare_all(runs):
                 run.tokenizer,
                 run.network.context,
                 need=run.config.warmup_tokens,
-                later=tokens_of_longest,
-                makes=jax.process_index() == 0,
+                read_at_most=tokens_of_longest,
+                makes_groups=jax.process_index() == 0,
             )
             corpora.append(corpus)
         return corpora
@@ -486,8 +489,6 @@ def execute_all(runs, corpora, signals):
     results = []
     for number, (run, corpus) in enumerate(zip(runs, corpora, strict=True), 1):
         print(f"\n---- run {number} of {len(runs)}: {run.config.out}")
-        # A process on a CPU can map only so many compiled programs.
-        jax.clear_caches()
         try:
             results.append(hold_and_execute(run, corpus, signals))
         except checkpoint.InUse:
@@ -508,6 +509,8 @@ def hold_and_execute(run, corpus, signals):
 
     Raises InUse, or BadInput if the folder has come to hold anything else.
     """
+    if jax.default_backend() == "cpu":
+        jax.clear_caches()  # a process on a CPU can map only so many compiled programs
     with ExitStack() as stack:
         with blaming_input():
             stack.enter_context(checkpoint.alone(run.config.out))
@@ -574,9 +577,7 @@ def fit_memory(run, new_state):
     if run.config.micro_batch or not can_be_cut:
         return run, None
     # All processes must compile the same programs: those for the smallest device. 0: not known.
-    available = memory.available() or 0
-    # `parallel` has only `largest`: the smallest is minus the largest of the negatives.
-    limit = -int(parallel.largest(-available))
+    limit = parallel.smallest(memory.available() or 0)
     if limit == 0:
         return run, None
 

@@ -79,7 +79,7 @@ def choose(network, params):
             jax.block_until_ready(jax.jit(f)(*zeros))
         except Exception as error:  # of Pallas, of a compiler, of cuDNN or of the driver
             reason = str(error).partition("\n")[0] or type(error).__name__
-        if parallel.largest(bool(reason)):  # in one of several processes
+        if parallel.in_any(bool(reason)):
             reason = reason or "it fails in another process"
             failed.append(f"{NAMES[kernel]} ({reason[:200]})")
         else:

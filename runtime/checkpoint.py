@@ -66,11 +66,6 @@ def save(path, tree, shared=False):
     written, by the checksum that a zip file holds of each of its parts, and TypeError for a dtype
     that .npz does not know, such as bfloat16.
     """
-
-    def check(draft):
-        if is_damaged(draft, arrays.keys()):
-            raise OSError(f"{path}: what was written is not what is read")
-
     arrays = {}
     for where, a in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(where)
@@ -78,6 +73,11 @@ def save(path, tree, shared=False):
         if array.dtype.kind == "V":  # it would be read as bytes without a meaning
             raise TypeError(f"{path}: {name} is {array.dtype}, which .npz cannot hold")
         arrays[name] = array
+
+    def check(draft):
+        if is_damaged(draft, arrays.keys()):
+            raise OSError(f"{path}: what was written is not what is read")
+
     with ExitStack() as stack:
         if shared and jax.process_index() == 0:
             stack.enter_context(files.locked(Path(path).with_name("lock")))
@@ -190,7 +190,7 @@ def load_state(folder, like):
             state = load(path, like)
         except ValueError as error:
             damage.append(str(error))
-        if parallel.largest(state is None):  # one process cannot read it
+        if parallel.in_any(state is None):  # one process cannot read it
             damage = damage or [f"{path} cannot be read by another process"]
             continue
         if damage:
@@ -319,7 +319,7 @@ def check_free(folder):
 
 def refuse_taken(folder, taken):
     """Raises InUse in all processes if one of them found that another run has the folder."""
-    if parallel.largest(taken):
+    if parallel.in_any(taken):
         raise InUse(f"{folder} is in use by another run; give another --out")
 
 

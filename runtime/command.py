@@ -139,7 +139,8 @@ def explain(error):
     if isinstance(error, MemoryError):
         return 1, "the machine is out of memory"
     if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
-        remedy = "lower --inner-batch or --head-chunk, or on several devices give --shard true"
+        remedy = "lower --micro-batch, --inner-batch or --head-chunk, or on several devices"
+        remedy += " give --shard true"
         return 1, f"the device is out of memory; for train.py, {remedy}"
     return None, None
 

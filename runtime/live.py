@@ -17,13 +17,16 @@ from runtime.command import Stop
 class Signals:
     """A context in which SIGINT (Ctrl-C) and SIGTERM raise Stop.
 
-    While `deferred`, the first signal is only noted, and the next safe point saves the newest state
-    and raises Stop. A second signal raises Stop at once: what came since the last save is lost.
+    Within `deferred`, a first signal is only noted: the next safe point saves the newest state and
+    raises Stop. A second signal raises Stop at once: what came since the last save is lost. A
+    signal that this process was started to ignore stays ignored.
 
-    A signal that is ignored stays so. Such contexts may be nested. A signal after the last safe
-    point of the inner one, in the last save of a run, is for the outer one, which raises Stop; if
-    the inner one ends with an error, the signal is forgotten.
+    Contexts may be nested, as experiments.py has one around those of train.py. If a signal comes
+    after the last safe point of the inner one, that ends as usual and passes the signal to the
+    outer one. If the inner one ends with an error, the signal is forgotten.
     """
+
+    innermost = None  # the context that hears the signals now
 
     def __init__(self):
         self.number = 0  # of the last signal that came; 0: none did
@@ -31,6 +34,8 @@ class Signals:
         self.replaced = {}  # the handlers from before
 
     def __enter__(self):
+        self.outer = Signals.innermost
+        Signals.innermost = self
         # One process alone must not stop, or the others would wait for it.
         self.defers = jax.process_count() > 1
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -42,12 +47,10 @@ class Signals:
         command.raised.clear()
         for number, handler in self.replaced.items():
             signal.signal(number, handler)
+        Signals.innermost = self.outer
         came_too_late = self.number != 0 and error is None  # after the last safe point
-        # The handler from before is the method `receive` of the outer context. If there is none,
-        # the command is about to end anyway.
-        outer = getattr(self.replaced.get(self.number), "__self__", None)
-        if came_too_late and isinstance(outer, Signals):
-            outer.receive(self.number, None)
+        if came_too_late and self.outer:  # else the command is about to end anyway
+            self.outer.receive(self.number, None)
 
     def receive(self, number, frame):
         """The handler of both signals."""
@@ -70,8 +73,9 @@ class Signals:
 class Saver:
     """Knows the newest state of a run, and when to save it.
 
-    It is saved when so many minutes have passed, and between outer steps more often, as far as that
-    costs little time. On an H200, a state of 0.9 GB takes about 2 s, and a step of Muon as long.
+    It is saved when `minutes` have passed since the last save. Between outer steps it is saved more
+    often, as long as a save takes at most SHARE of the time since the last one. On an H200, a state
+    of 0.9 GB takes about 2 s, and a step of Muon as long.
     """
 
     SHARE = 1 / 20  # of a run's time that may go into saves between outer steps
@@ -102,7 +106,7 @@ class Saver:
         """Notes the state between two outer steps, and saves it if that costs little time."""
         self.newest = state
         waited = time.monotonic() - self.saved_at
-        if parallel.largest(self.took <= self.SHARE * waited):
+        if parallel.in_any(self.took <= self.SHARE * waited):
             self.save()
 
     def save(self):

@@ -29,6 +29,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from runtime.cores import available_cores
 
+PATIENCE = 60  # seconds of waiting for other processes, after which a line says so
+
 # For several processes: host:port of the first one, how many there are, which of them this one is.
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 
@@ -51,8 +53,8 @@ def start():
         jax.config.update("jax_num_cpu_devices", min(8, cores))
 
     skip_triton_products(flags)
-    # XLA reads there how many threads it may start. Those that wait for another device must leave
-    # it some.
+    # XLA reads from NPROC how many threads it may start. A thread that waits for another device
+    # is blocked, so there must be more threads than devices.
     threads = 2 * max(cores, jax.config.jax_num_cpu_devices)
     os.environ.setdefault("NPROC", str(threads))
     check_devices()
@@ -79,13 +81,12 @@ def join(variables):
     if missing and not (srun or mpirun):  # these tell JAX what is missing
         names = ", ".join(sorted(missing))
         raise ValueError(f"{', '.join(given)} without {names}: several processes need all three")
-    count = given.get(COUNT)
-    index = given.get(INDEX)
-    jax.distributed.initialize(
-        coordinator_address=given.get(ADDRESS),
-        num_processes=count and int(count),
-        process_id=index and int(index),
-    )
+    sizes = {}  # srun and mpirun tell JAX what is not given
+    if COUNT in given:
+        sizes["num_processes"] = int(given[COUNT])
+    if INDEX in given:
+        sizes["process_id"] = int(given[INDEX])
+    jax.distributed.initialize(coordinator_address=given.get(ADDRESS), **sizes)
     return True
 
 
@@ -370,8 +371,21 @@ def largest(numbers):
     return of_all.max(axis=0)
 
 
+def smallest(number):
+    """The smallest int32 that any process has."""
+    return -int(largest(-number))
+
+
+def in_any(fact):
+    """Whether a fact is true in one process at least."""
+    return bool(largest(int(fact)))
+
+
 def wait():
-    """Waits until every process is here. The first exchange of a run may fail after 30 s."""
+    """Waits until every process is here.
+
+    At the first exchange of a run, JAX may give up where one process comes 30 s after another.
+    """
     multihost_utils.sync_global_devices("wait")
 
 
@@ -400,9 +414,14 @@ def first(work, folder):
 
 
 def wait_for(paths):
-    """Waits until these files of one folder are there."""
+    """Waits until these files of one folder are there. After a minute it says so, once."""
     folder = paths[0].parent
     names = {path.name for path in paths}
+    since = time.monotonic()
+    has_said = False
     # A network file system may remember that a file was not there, but it lists a folder anew.
     while not (folder.exists() and names <= set(os.listdir(folder))):
+        if not has_said and time.monotonic() - since > PATIENCE:
+            print(f"waits for processes that share {folder.absolute()}", file=sys.stderr)
+            has_said = True
         time.sleep(0.2)

@@ -197,6 +197,12 @@ def test_a_group_is_equal_but_for_the_seed_and_for_what_changes_no_run(tmp_path)
         assert read(*runs, other).group.nunique() == 2
 
 
+def test_schedules_of_a_method_of_ones_own_are_settings_though_none_can_be_drawn(tmp_path):
+    table = read(Run(tmp_path, schedule="linear"), Run(tmp_path, schedule="steps", seed=1))
+    assert table.run.nunique() == table.group.nunique() == 2
+    assert table.schedule.isna().all()
+
+
 def test_a_run_that_is_older_than_a_flag_has_its_default(tmp_path):
     """The default of the field; runs that name it group with those that do not."""
     for method in recipe.METHODS:

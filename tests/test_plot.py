@@ -519,6 +519,19 @@ def test_only_what_it_has_written_itself_is_replaced(tmp_path, capsys, name):
     assert (mine / name).read_text() == "my own"
 
 
+def test_pictures_of_an_earlier_call_are_kept_and_named(tmp_path, capsys):
+    """They may be of other runs; nobody should take them for pictures of these."""
+    out = ["--out", str(tmp_path / "figures")]
+    batches = [Run(tmp_path, batch=batch).folder for batch in (4096, 8192)]
+    assert plot.main([*batches, *out]) == 0
+    assert (tmp_path / "figures" / "batch.png").exists()
+    capsys.readouterr()
+    assert plot.main([batches[0], *out]) == 0
+    pictures = ", ".join(f"{tmp_path}/figures/batch.{kind}" for kind in ("png", "svg"))
+    assert f"2 pictures were there before: {pictures}\n" in capsys.readouterr().err
+    assert (tmp_path / "figures" / "batch.png").exists()
+
+
 def test_a_run_that_cannot_be_entered_does_not_stop_the_others(tmp_path, capsys, monkeypatch):
     (tmp_path / "runs").mkdir()
     first, second = Run(tmp_path / "runs"), Run(tmp_path / "runs", "muon")

@@ -40,7 +40,7 @@ class TooShort(ValueError):
     """A corpus has no window for training, or none for validation."""
 
 
-def make(corpus, tokenizer, context, need, folder, later, makes):
+def make(corpus, tokenizer, context, need, folder, read_at_most, makes_groups):
     """The token files of a corpus, made as far as they are needed now: (train, val, meta).
 
     train: a Text; val: the ids of validation. meta describes what is made. For each side it has
@@ -48,7 +48,7 @@ def make(corpus, tokenizer, context, need, folder, later, makes):
     sha256; "documents" are those of both sides, and "later_files" are not made yet. A file that has
     documents on both sides is a training file. Arguments and errors are those of `data.prepare`.
     """
-    text = Text(corpus, tokenizer, context, folder, later, makes)
+    text = Text(corpus, tokenizer, context, folder, read_at_most, makes_groups)
     was_begun = any(text.home.glob("*.json")) or any(text.home.glob("*.progress"))
     try:
         validation = text.make_first(need)
@@ -124,12 +124,12 @@ class Text:
     group is not what its name says, and OSError for a failure of the machine.
     """
 
-    def __init__(self, corpus, tokenizer, context, folder, later, makes):
+    def __init__(self, corpus, tokenizer, context, folder, read_at_most, makes_groups):
         self.corpus = corpus
         self.tokenizer = tokenizer
         self.context = context
-        self.later = later  # tokens that are read at most: what lies behind them is not made
-        self.makes = makes  # whether this process makes groups; else it waits for another to do so
+        self.read_at_most = read_at_most  # tokens; what lies behind them is not made
+        self.makes_groups = makes_groups  # whether this process does; else it waits for another
         self.sources = in_order(documents.sources(corpus))
         self.home = Path(folder) / folder_name(corpus, self.sources, tokenizer)
         self.groups = divide(self.sources)
@@ -242,9 +242,10 @@ class Text:
 
     def look_ahead(self, group):
         """Has a group made by another process, if it will be read and is not made yet."""
-        if group == len(self.groups) or group in self.arrays or not self.makes or self.closed:
+        cannot = self.closed or not self.makes_groups
+        if cannot or group == len(self.groups) or group in self.arrays:
             return
-        is_read = self.tokens_in_windows() < self.later
+        is_read = self.tokens_in_windows() < self.read_at_most
         if is_read and not are_finished(self.home, self.groups[group]):
             self.start_maker(group)
 
@@ -262,7 +263,7 @@ class Text:
             raise self.errors[group]
         shards = self.groups[group]
         counts = intact_counts_of(self.home, shards)
-        if counts is None and self.makes:
+        if counts is None and self.makes_groups:
             self.start_maker(group)
             try:
                 self.makers[group].wait()

@@ -600,7 +600,7 @@ def test_out_of_memory_says_which_flags_lower_it(here, capsys, monkeypatch):
     monkeypatch.setattr(train, "outer_step", full)
     assert run("--method", "muon", "--out", "r") == 1
     err = capsys.readouterr().err
-    assert "lower --inner-batch or --head-chunk" in err and err.count("\n") == 1
+    assert "lower --micro-batch, --inner-batch or --head-chunk" in err and err.count("\n") == 1
 
     def other(*args):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")

@@ -451,6 +451,17 @@ def test_the_first_process_works_before_the_others(tmp_path, monkeypatch):
     assert list((tmp_path / "data").iterdir()) == []
 
 
+def test_who_waits_long_for_another_process_says_for_what_and_once(tmp_path, capsys, monkeypatch):
+    """As where two machines do not share a folder, which would be waited for without an end."""
+    monkeypatch.setattr(parallel, "PATIENCE", 0)
+    timer = threading.Timer(1.0, (tmp_path / "done").touch)
+    timer.start()
+    parallel.wait_for([tmp_path / "done"])
+    assert capsys.readouterr().err == f"waits for processes that share {tmp_path}\n"
+    parallel.wait_for([tmp_path / "done"])
+    assert capsys.readouterr().err == ""
+
+
 # ---- reading ahead ----
 
 

@@ -161,7 +161,7 @@ def test_before_a_run_the_files_are_tokenized_that_it_needs_at_once(eight_files)
 
 
 def test_the_next_group_is_made_while_one_is_read_and_no_more_than_that(eight_files):
-    corpus = data.prepare(eight_files, BYTES, 64, 0, later=10**9)
+    corpus = data.prepare(eight_files, BYTES, 64, 0, read_at_most=10**9)
     time.sleep(0.5)
     assert made() == [0, 1]
     corpus.train[0]
@@ -172,7 +172,7 @@ def test_the_next_group_is_made_while_one_is_read_and_no_more_than_that(eight_fi
 
 
 def test_what_will_not_be_read_is_not_made(eight_files):
-    corpus = data.prepare(eight_files, BYTES, 64, 0, later=100)
+    corpus = data.prepare(eight_files, BYTES, 64, 0, read_at_most=100)
     corpus.train[0]
     time.sleep(0.5)
     assert not corpus.train.makers and made() == [0, 1]
@@ -184,7 +184,7 @@ def test_a_longer_run_begins_with_the_batches_of_a_shorter_one(eight_files):
     expected = data.sequences(long.train, 64, 5, range(3000))
     for path in Path("data").glob("*/*"):
         path.unlink()
-    short = data.prepare(eight_files, BYTES, 64, 0, later=10**9)
+    short = data.prepare(eight_files, BYTES, 64, 0, read_at_most=10**9)
     for first in range(0, 3000, 100):
         found = data.sequences(short.train, 64, 5, range(first, first + 100))
         np.testing.assert_array_equal(found, expected[first : first + 100])
@@ -220,19 +220,19 @@ def test_where_no_file_is_held_out_later_groups_do_not_change_validation(tmp_pat
 
 
 def test_a_maker_that_is_killed_is_said_and_another_one_goes_on(eight_files):
-    corpus = data.prepare(eight_files, BYTES, 64, 0, later=10**9)
+    corpus = data.prepare(eight_files, BYTES, 64, 0, read_at_most=10**9)
     corpus.train.look_ahead(1)
     os.kill(corpus.train.makers[1].process.pid, signal.SIGKILL)
     with pytest.raises(OSError, match="the process that tokenizes has ended"):
         corpus.train[1]
-    corpus = data.prepare(eight_files, BYTES, 64, 0, later=10**9)
+    corpus = data.prepare(eight_files, BYTES, 64, 0, read_at_most=10**9)
     assert texts_of(corpus.train[1]) == documents_of(3, seed=1)
     corpus.train.close()
 
 
 def test_a_maker_does_not_say_again_what_is_left_out(eight_files, capfd):
     Path("c", "picture.png").write_bytes(b"x")
-    corpus = data.prepare(eight_files, BYTES, 64, 0, later=10**9)
+    corpus = data.prepare(eight_files, BYTES, 64, 0, read_at_most=10**9)
     assert capfd.readouterr().err.count("picture.png") == 1
     assert texts_of(corpus.train[1]) == documents_of(3, seed=1)
     corpus.train.close()
@@ -240,7 +240,7 @@ def test_a_maker_does_not_say_again_what_is_left_out(eight_files, capfd):
 
 
 def test_closing_ends_the_maker(eight_files):
-    corpus = data.prepare(eight_files, BYTES, 64, 0, later=10**9)
+    corpus = data.prepare(eight_files, BYTES, 64, 0, read_at_most=10**9)
     corpus.train[0]
     corpus.train.close()
     assert not corpus.train.makers[1].process.is_alive()
@@ -249,7 +249,7 @@ def test_closing_ends_the_maker(eight_files):
 def test_a_bad_file_is_said_when_a_run_comes_to_it(eight_files):
     Path("c", "c4-train.1.json.gz").unlink()
     Path("c", "c4-train.1.jsonl").write_text("no JSON\n" * 1000)
-    corpus = data.prepare(eight_files, BYTES, 64, 0, later=10**9)
+    corpus = data.prepare(eight_files, BYTES, 64, 0, read_at_most=10**9)
     assert texts_of(corpus.train[0]) == documents_of(2, seed=0)
     for _ in range(2):  # whoever asks again is told the same
         with pytest.raises(BadInput, match="c4-train.1.jsonl: line 1 is no JSON object: "):
@@ -258,7 +258,7 @@ def test_a_bad_file_is_said_when_a_run_comes_to_it(eight_files):
 
 
 def test_nothing_is_made_of_a_text_that_was_closed(eight_files):
-    corpus = data.prepare(eight_files, BYTES, 64, 0, later=10**9)
+    corpus = data.prepare(eight_files, BYTES, 64, 0, read_at_most=10**9)
     corpus.train.close()
     with pytest.raises(OSError, match="closed"):
         corpus.train[2]
@@ -283,7 +283,7 @@ def test_what_is_finished_waits_for_no_other_process(eight_files, monkeypatch):
 
 
 def test_a_corpus_that_has_changed_while_it_was_read_is_said(eight_files):
-    corpus = data.prepare(eight_files, BYTES, 64, 0, later=10**9)
+    corpus = data.prepare(eight_files, BYTES, 64, 0, read_at_most=10**9)
     write_c4(Path("c", "c4-train.5.json.gz").absolute(), documents_of(9))
     with pytest.raises(BadInput, match="its files have changed"):
         corpus.train[1]
@@ -293,15 +293,15 @@ def test_a_group_that_is_damaged_is_made_again_when_it_is_read(eight_files):
     data.prepare(eight_files, BYTES, 64)
     (path,) = Path("data").glob("*/00004.train.bin")
     path.write_bytes(path.read_bytes()[::-1])
-    corpus = data.prepare(eight_files, BYTES, 64, 0, later=10**9)
+    corpus = data.prepare(eight_files, BYTES, 64, 0, read_at_most=10**9)
     assert texts_of(corpus.train[3]) == documents_of(2, seed=3)
     corpus.train.close()
 
 
 def test_a_process_that_makes_nothing_waits_for_one_that_does(eight_files):
     """As those of a run on several machines do, but for the first."""
-    one = data.prepare(eight_files, BYTES, 64, 0, later=10**9)
-    other = data.prepare(eight_files, BYTES, 64, 0, later=10**9, makes=False)
+    one = data.prepare(eight_files, BYTES, 64, 0, read_at_most=10**9)
+    other = data.prepare(eight_files, BYTES, 64, 0, read_at_most=10**9, makes_groups=False)
     other.train[0]
     assert not other.train.makers
     one.train[0]
