@@ -28,11 +28,14 @@ import recipe
 import train
 from gn import init, lower  # noqa: F401  both are as there
 from line_search import between
-from runtime import flags, parallel
+from runtime import checkpoint, flags, parallel
 from runtime.command import blaming_input, command
 from runtime.flags import traced
 
 ALPHAS = (1.0, 0.5)
+# The folder of the runs. They are not among those of train.py: one of the same flags would be taken
+# for one that was measured.
+HOME = "runs_of_stand_ins"
 MOST_BATCHES = 8  # at most so many inner batches are read to measure
 
 
@@ -90,6 +93,14 @@ def update(state, batches, fresh, config, watch=lambda state: None):
     return state, metrics | measured
 
 
+def check_folder(folder):
+    """Raises ValueError if a folder has a run whose rows lack what `measure` would add to them."""
+    rows = checkpoint.read_log(folder)[1:]  # the first is of the warm-up
+    if rows and not {"true_at_1", "diverged"} & rows[0].keys():
+        what = f"{folder} has a run of train.py, which measured nothing"
+        raise ValueError(f"{what}; give another --out")
+
+
 @command
 def main(words):
     """Runs the command line of train.py, with this file in the place of gn.py."""
@@ -97,10 +108,10 @@ def main(words):
         print(f"{__doc__}\nThe rest is the help of train.py.\n")
     with blaming_input():
         flags.peek(words, "method", "gn", valid=["gn"])  # raises ValueError for another
+        check_folder(flags.peek(words, "out", HOME))
     plain, home = recipe.METHODS["gn"], recipe.HOME
     recipe.METHODS["gn"] = plain._replace(module=sys.modules[__name__], Config=Config)
-    # Not among the runs of train.py: one of the same flags would be taken for this one.
-    recipe.HOME = "runs_of_stand_ins"
+    recipe.HOME = HOME
     try:
         return train.train_all([*words, "--method", "gn"])
     finally:

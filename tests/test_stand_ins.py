@@ -93,6 +93,15 @@ def test_a_run_of_train_py_with_the_same_flags_is_not_taken_for_its_own(here):
     assert recipe.HOME == "runs"
 
 
+def test_a_run_that_train_py_has_made_is_not_taken_for_one_that_was_measured(here, capsys):
+    """It would be finished by an earlier command, and nothing would be measured."""
+    assert run("--steps", "1", "--out", "r") == 0
+    before = Path("r/log.jsonl").read_text()
+    assert stand_ins.main([*SMALL, "--data", "text.txt", "--steps", "1", "--out", "r"]) == 2
+    assert "r has a run of train.py, which measured nothing" in capsys.readouterr().err
+    assert Path("r/log.jsonl").read_text() == before
+
+
 @pytest.mark.parametrize(
     "flags, says",
     [
