@@ -323,8 +323,9 @@ def test_the_runs_at_45m_with_12m_tokens_do_as_is_said():
     grids, file = "results/45m-12m-grids.jsonl", "results/45m-12m.jsonl"
     words, readme = words_of("RESULTS.md", "README.md")
     soap = steps_by_seed(file, SEEDS, 4.1, method="soap")
-    said = "With batches of 12m tokens, Gauss-Newton needs 8, prox-linear 4, and SOAP"
-    assert f"{said} {range_of(soap)}." in readme
+    (muon_steps,) = steps_by_seed(file, [1], 4.1, method="muon")
+    said = "With batches of 12m tokens, Gauss-Newton needs 8, prox-linear 4, SOAP"
+    assert f"{said} {range_of(soap)} and Muon {muon_steps} (one seed);" in readme
     assert steps_by_seed(file, SEEDS, 4.1, method="gn") == [8, 8, 8]
     assert steps_by_seed(file, SEEDS, 4.1, method="gn_prox") == [4, 4, 4]
     assert steps_by_seed(grids, [0, 0, 0], 4.1, method="gn_prox") == [4, 4, 4]
@@ -349,7 +350,6 @@ def test_the_runs_at_45m_with_12m_tokens_do_as_is_said():
     assert f"| 4.5 to 5.0 | {to_prox} |" in words
     (of_seed_0,) = steps_by_seed(grids, [0], 4.1, method="soap")
     (muon_of_seed_0,) = steps_by_seed(grids, [0], 4.1, method="muon")
-    (muon_steps,) = steps_by_seed(file, [1], 4.1, method="muon")
     said = f"With seed 0 it needs {of_seed_0}. **Muon needs {muon_steps}** with seed 1,"
     to_gn, to_prox = (f"{muon_steps / steps:.1f}" for steps in (8, 4))
     assert f"{said} {to_gn} times as many as full Gauss-Newton and {to_prox} times" in words
@@ -364,8 +364,17 @@ def test_the_runs_at_45m_with_12m_tokens_do_as_is_said():
     assert {*at_4m["gn"]} == {10, 11} and {*at_4m["gn_prox"]} == {7, 8}
     of_gn, of_prox = f"{10 / 8:.2f} to {11 / 8:.1f}", f"{7 / 4:.2f} to {8 / 4:.0f}"
     assert f"prox-linear needs {of_prox} times fewer steps with the larger batch, full" in words
-    assert f"full Gauss-Newton {of_gn} times fewer, and SOAP {saved} times fewer. So the" in words
-    assert f"needs {of_gn} times fewer steps, prox-linear {of_prox} and SOAP {saved} |" in words
+    muon_at_4m = {
+        0: the_run_of("results/45m-grids.jsonl", method="muon", lr=0.03)["rows"][-1]["step"],
+        1: the_run_of("results/45m.jsonl", method="muon", seed=1)["rows"][-1]["step"],
+    }
+    of_muon = {muon_at_4m[0] / muon_of_seed_0, muon_at_4m[1] / muon_steps}
+    assert {f"{ratio:.1f}" for ratio in of_muon} == {"1.1"}
+    said = f"SOAP {saved} times fewer, and Muon 1.1 (seeds 0 and 1). So the"
+    assert f"full Gauss-Newton {of_gn} times fewer, {said}" in words
+    said = f"prox-linear {of_prox}, SOAP {saved}, and Muon 1.1 (seeds 0 and 1) |"
+    assert f"needs {of_gn} times fewer steps, {said}" in words
+    assert f"needs {of_gn} times fewer steps, and prox-linear {of_prox}." in words
 
     read = [run["rows"][-1]["tokens"] / 1e6 for run in runs_of(file, method="soap")]
     assert f"SOAP reads {min(read):.0f}m to {max(read):.0f}m tokens, more than the whole" in words
@@ -467,10 +476,10 @@ def test_more_passes_do_as_is_said_at_45m():
     refused = [row["alpha"] == 0 for row in runs["0.01, `global cosine`", 2][1:6]]
     assert refused == 4 * [True] + [False]
     longer = [runs["0.006, `global cosine`", n] for n in (1, 2, 3)]
-    means = "{:.2f}, {:.2f} and {:.2f}".format(*(rows[1]["inner_loss"] for rows in longer))
     losses = "{:.0f}, {:.0f} and {:.0f}".format(*(rows[1]["loss_at_1"] for rows in longer))
-    said = f"is {means} with one, two and three passes, and the loss at θ is {losses}."
-    assert f"the mean of L2 over the first loop {said}" in words
+    assert f"did not read, is {losses} with one, two and three passes. The mean of L2" in words
+    means = "{:.2f}, {:.2f} and {:.2f}".format(*(rows[1]["inner_loss"] for rows in longer))
+    assert f"The mean of L2 falls, {means}, but from the second pass on it" in words
     assert [row["alpha"] == 0 for row in longer[2][1:5]] == 3 * [True] + [False]
 
     two = [the_run_of(file, method="gn", inner_epochs=2, seed=seed)["rows"] for seed in SEEDS]
@@ -480,8 +489,18 @@ def test_more_passes_do_as_is_said_at_45m():
     assert [row["alpha"] for row in two[2][1:]].count(0) == 4
     time = [np.median([row["seconds"] for row in rows[2:]]) for rows in (one[0], two[0])]
     assert 0.45 < time[0] / time[1] < 0.6  # "in half the time"
-    assert "with two passes needs 10 and 11 steps at two new seeds and misses the target" in words
-    assert "On new seeds, it needs 10 and 11 steps and misses the target at the third" in words
+    assert "best with one: it needs 10 and 11 steps at two new seeds and misses the target" in words
+    assert [[row["alpha"] for row in rows[1:]].count(0) for rows in two[:2]] == [1, 1]
+    assert "it needs 10 and 11, with one step refused at each, and misses the target at" in words
+    means = {}
+    for lr in (0.003, 0.006):
+        twice = the_run_of(grids, **in_loops | {"lr": lr, "inner_epochs": 2})["rows"][1]
+        long = PLAIN | {"schedule": IN_LOOPS, "lr": lr}
+        once = the_run_of("results/45m-12m-grids.jsonl", **long)["rows"][1]
+        means[lr] = [f"{row['inner_loss']:.2f}" for row in (twice, once)]
+    twice, once = (" and ".join(cell) for cell in zip(*means.values(), strict=True))
+    said = f"first loop is {twice} with two passes of 122 inner steps, and {once} with the 366"
+    assert said in words
 
     steps = []
     for passes, planned in ((2, 8), (1, 12)):
@@ -491,3 +510,5 @@ def test_more_passes_do_as_is_said_at_45m():
             assert last["val_loss"] <= 4.1
             steps.append(last["step"])
     assert steps == [7, 7, 7, 8]
+    nine = the_run_of(grids, method="gn_prox", lr=0.01, average=0.99, steps=9)["rows"][-1]
+    assert nine["step"] == 8

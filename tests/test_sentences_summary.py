@@ -115,7 +115,39 @@ def test_the_summary_is_true_of_all_of_these():
         of_prox += ratios(row, "gn_prox", "gn")
     (words,) = words_of("RESULTS.md")
     assert f"need 2.8 to {max(to_soap):.1f} times fewer steps than SOAP, the best" in words
+    of_gn = [ratio for row in TO_TARGETS for ratio in ratios(row, "soap", "gn")]
+    assert f"alone needs {min(of_gn):.1f} to {max(of_gn):.1f} times fewer (paper: 5.4)" in words
+    rows_of_45m = ("`45m`, 4m, 4.1", "`45m`, 12m, 4.1")
+    of_45m = [ratio for row in rows_of_45m for ratio in ratios(row, "soap", "gn")]
+    said = f"Gauss-Newton needs {min(of_45m):.1f} to {max(of_45m):.1f} times fewer than SOAP."
+    assert f"On `45m`, full {said}" in words
+    of_45m = [ratio for row in rows_of_45m for ratio in ratios(row, "muon", "gn")]
+    assert f"and on `45m` {min(of_45m):.1f} to {max(of_45m):.1f} times fewer." in words
     assert min(to_soap) > 2.8  # what is said is of `5m` at 4m, in a table of its section
-    assert f"at most {max(of_layerwise):.2f} times as many as full Gauss-Newton." in words
+    assert f"at most {max(of_layerwise):.2f} times as many as full Gauss-Newton to" in words
     assert f"needs {min(of_prox):.2f} to {max(of_prox):.2f} times as many steps as" in words
     assert f"needs at most {max(to_muon):.1f} times fewer steps than Muon" in words
+
+
+def test_full_gauss_newton_is_at_the_last_loss_of_the_layerwise_form_as_early_as_is_said():
+    """How many times fewer steps it needs, at each seed."""
+    said = {}
+    for file in ("tiny", "5m"):
+        full, layerwise = (
+            {
+                run["config"]["seed"]: run["rows"]
+                for run in runs_of(f"results/{file}.jsonl", method=m)
+            }
+            for m in ("gn", "layerwise_gn")
+        )
+        ratios = []
+        for seed, rows in layerwise.items():
+            last = rows[-1]
+            reached = [row["step"] for row in full[seed] if row["val_loss"] <= last["val_loss"]]
+            ratios.append(last["step"] / min(reached))
+        assert len(ratios) == 3
+        said[file] = sorted({f"{ratio:.2f}" for ratio in ratios})
+    assert said == {"tiny": ["1.25", "1.33"], "5m": ["1.25"]}
+    (words,) = words_of("RESULTS.md")
+    assert "1.25 to 1.33 times as many on `tiny` and 1.25 on `5m`;" in words
+    assert "1.25 to 1.33 times as many to its own last loss on `tiny` and on `5m` at 4m" in words
