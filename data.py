@@ -77,8 +77,8 @@ def prepare(
     What was tokenized before, by the same path, is not tokenized again. What was interrupted goes
     on where it was (text/token_files.py). If two processes ask at once, one waits for the other.
     Raises ValueError if the corpus is missing, empty or not text, or if either side is shorter than
-    a window. Where it fails, it removes what it has made if the corpus is too short, or if no file
-    was finished. What was there before is always kept. Raises OSError for a failure of the machine.
+    a window. If it fails before a file is finished, it removes what it has made. What was there
+    before is always kept. Raises OSError for a failure of the machine.
     """
     return Corpus(*groups.make(corpus, tok, context, need, folder, read_at_most, makes_groups))
 

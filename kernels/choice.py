@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 import kernels
-from kernels.attention import attention_kernel
+from kernels.attention import WIDEST_HEAD, attention_kernel
 from kernels.cross_entropy import (
     cross_entropy_kernel,
     exact_kernel,
@@ -91,16 +91,23 @@ def choose(network, params):
 
 def forms(network):
     """What runs here, in a few words."""
-    suiting = NAMES
-    if network.dtype != "bfloat16" and not kernels.INTERPRET:
-        suiting = FOR_ANY_DTYPE
-    used = [NAMES[kernel] for kernel in suiting if kernels.takes_over(kernel)]
+    used = []
+    for kernel, name in NAMES.items():
+        if kernels.takes_over(kernel) and suits_network(kernel, network):
+            used.append(name)
     if not used:
         return "plain JAX"
     left_out = [name for name in NAMES.values() if name not in used]
     if left_out:
         return f"GPU kernels, but plain JAX for {'; '.join(left_out)}"
     return "GPU kernels"
+
+
+def suits_network(kernel, network):
+    """Whether a kernel takes the arrays of this network."""
+    if kernel is attention_kernel and network.d_model // network.n_heads > WIDEST_HEAD:
+        return False
+    return kernel in FOR_ANY_DTYPE or network.dtype == "bfloat16" or kernels.INTERPRET
 
 
 # ---- what is tried -------------------------------------------------------------------------------

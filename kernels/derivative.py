@@ -29,24 +29,19 @@ def with_derivative(f, prepare, push, pull):
     def jvp(x, dx):
         out, residuals = prepare(*x)
         # JAX transposes linear_call in all its arguments: it must not see those that do not move.
-        moving = [i for i, d in enumerate(dx) if not isinstance(d, SymbolicZero)]
+        moving = {i: d for i, d in enumerate(dx) if not isinstance(d, SymbolicZero)}
 
-        def push_moving(residuals, changes):
-            remaining = iter(changes)
+        def push_moving(residuals, moving):
             full = []
-            for d in dx:
-                if isinstance(d, SymbolicZero):
-                    full.append(jnp.zeros(d.shape, d.dtype))
-                else:
-                    full.append(next(remaining))
+            for i, d in enumerate(dx):
+                full.append(moving[i] if i in moving else jnp.zeros(d.shape, d.dtype))
             return push(residuals, *full)
 
         def pull_moving(residuals, u):
             bars = pull(residuals, u)
-            return [bars[i] for i in moving]
+            return {i: bars[i] for i in moving}
 
-        changes = [dx[i] for i in moving]
-        return out, linear_call(push_moving, pull_moving, residuals, changes)
+        return out, linear_call(push_moving, pull_moving, residuals, moving)
 
     differentiable.defjvp(jvp, symbolic_zeros=True)
     return differentiable

@@ -49,8 +49,8 @@ def queries_keys_values_kernel(network, p, x):
     head_counts = (network.n_heads, network.n_kv_heads, network.n_kv_heads)
     norms = [in_halves(a, K) for a in norms]
     q, k, v = split_heads(head_counts, in_halves(joint, K), *norms)
-    heads = (B, T, -1, K)
-    return q.reshape(heads), k.reshape(heads), v.reshape(heads)
+    by_heads = (B, T, -1, K)
+    return q.reshape(by_heads), k.reshape(by_heads), v.reshape(by_heads)
 
 
 def in_halves(a, K):
@@ -123,8 +123,8 @@ def norm_and_rotate(turn, size, inside, x, scale_and_bias):
         x = [(a - mean) * inside for a in x]
         variance = total([a * a for a in x]) / size
         over_std = jax.lax.rsqrt(variance + 1e-6)
-        x = [half * over_std for half in x]
-        x = [half * s + shift for half, s, shift in zip(x, scale, bias, strict=True)]
+        x = [a * over_std for a in x]
+        x = [a * s + shift for a, s, shift in zip(x, scale, bias, strict=True)]
     first, second = x
     cos, sin = turn
     return [first * cos - second * sin, first * sin + second * cos]
@@ -165,41 +165,43 @@ def cotangent_of_row(f, rows, norms):
 # ---- the grid ------------------------------------------------------------------------------------
 
 
-def launch(of_row, head_counts, joint, cotangents, norms):
+def launch(of_row, head_counts, joint_arrays, cotangents, norms):
     """What `of_row` makes of each row of queries, keys and values, and what it sums up.
 
-    joint: joint arrays; cotangents: nothing, or, for a pullback, an array for each of the three
-    kinds; `of_row` gets a row of all joint arrays and of the array of its kind. norms: for each
-    kind, arrays [heads, 2, K/2]. Returns the rows: an array for each kind, or, of a pullback, one
-    joint array. Then for each kind a list of sums like its norms, [programs, B, heads, 2, K/2], or
-    nothing.
+    joint_arrays: the joint array; for a pushforward its change, too. cotangents: nothing, or, for a
+    pullback, an array for each of the three kinds. `of_row` gets a row of all joint arrays and of
+    the array of its kind. norms: for each kind, arrays [heads, 2, K/2]. Returns the rows: an array
+    for each kind, or, of a pullback, one joint array. Then for each kind a list of sums like its
+    norms, [programs, B, heads, 2, K/2], or nothing.
     """
-    B, T, n_joint, _, half = joint[0].shape
-    dtype = wide(joint[0]).dtype
+    B, T, n_joint, _, half = joint_arrays[0].shape
+    dtype = joint_arrays[0].dtype
+    sums_dtype = wide(joint_arrays[0]).dtype
     n_rows = ROWS_SUMMED if cotangents else ROWS
     broad = pl.next_power_of_2(half)
     tall = [pl.next_power_of_2(n) for n in head_counts]
     grid = (pl.cdiv(T, n_rows), B)
 
     angle_block = pl.BlockSpec((n_rows, broad), lambda i, b: (i, 0))
+    # So many heads that the tile of each kind, from its first head on, lies inside the block.
     joint_block = block_of_rows(n_rows, sum(tall), broad)
     blocks = [block_of_rows(n_rows, n, broad) for n in tall]
     if cotangents:
-        made = [jax.ShapeDtypeStruct((B, T, n_joint, 2, half), joint[0].dtype)]
+        made = [jax.ShapeDtypeStruct((B, T, n_joint, 2, half), dtype)]
         made_blocks = [joint_block]
         summed = norms
     else:
-        made = [jax.ShapeDtypeStruct((B, T, n, 2, half), joint[0].dtype) for n in head_counts]
+        made = [jax.ShapeDtypeStruct((B, T, n, 2, half), dtype) for n in head_counts]
         made_blocks = blocks
         summed = [[], [], []]
-    sums = jax.tree.map(lambda a: jax.ShapeDtypeStruct((*grid, *a.shape), dtype), summed)
+    sums = jax.tree.map(lambda a: jax.ShapeDtypeStruct((*grid, *a.shape), sums_dtype), summed)
 
     return pl.pallas_call(
         partial(positions, of_row, head_counts, T, half),
         grid=grid,
         in_specs=[
             [angle_block, angle_block],
-            [joint_block] * len(joint),
+            [joint_block] * len(joint_arrays),
             blocks[: len(cotangents)],
             jax.tree.map(block_of_norm, norms),
         ],
@@ -208,12 +210,12 @@ def launch(of_row, head_counts, joint, cotangents, norms):
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=2),
         interpret=kernels.INTERPRET,
         name=f"heads_{of_row.__name__}",
-    )(angles(T, half, dtype), joint, list(cotangents), norms)
+    )(angles(T, half, sums_dtype), joint_arrays, list(cotangents), norms)
 
 
-def block_of_rows(n_rows, heads, broad):
+def block_of_rows(n_rows, n_heads, broad):
     """`n_rows` positions of one sequence."""
-    return pl.BlockSpec((None, n_rows, heads, 2, broad), lambda i, b: (b, i, 0, 0, 0))
+    return pl.BlockSpec((None, n_rows, n_heads, 2, broad), lambda i, b: (b, i, 0, 0, 0))
 
 
 def block_of_norm(a):
@@ -256,9 +258,9 @@ class Heads(NamedTuple):
     def place(self, side, *row):
         """Where the first (side 0) or second halves of a row lie: [heads, 1, K/2]."""
         tall, _ = self.tile
-        heads = pl.ds(self.first, tall)
-        half = pl.ds(side, 1)
-        return self.ref.at[*row, heads, half, :]
+        rows_of_heads = pl.ds(self.first, tall)
+        one_side = pl.ds(side, 1)
+        return self.ref.at[*row, rows_of_heads, one_side, :]
 
     def load(self, *row):
         """A row, as a pair; no row is named where the reference has none."""
@@ -277,13 +279,14 @@ class Heads(NamedTuple):
             triton.store(self.place(side, *row), a[:, None], mask=mask)
 
 
-def positions(of_row, head_counts, T, half, turn, joint, cotangents, norms, made, sums):
+def positions(of_row, head_counts, T, half, turn, joint_arrays, cotangents, norms, made, sums):
     """The kernel: n_rows positions of one sequence; all arguments from `turn` on are references."""
     n_rows = turn[0].shape[0]
     rows_left = jnp.minimum(n_rows, T - n_rows * pl.program_id(0))
+    turns = [turn, turn, None]  # queries and keys are rotated, values are not
     for kind, count in enumerate(head_counts):
         first = sum(head_counts[:kind])
-        inputs = [Heads(ref, first, count, half) for ref in joint]
+        inputs = [Heads(ref, first, count, half) for ref in joint_arrays]
         if cotangents:
             inputs.append(Heads(cotangents[kind], 0, count, half))
             output = Heads(made[0], first, count, half)
@@ -291,8 +294,7 @@ def positions(of_row, head_counts, T, half, turn, joint, cotangents, norms, made
             output = Heads(made[kind], 0, count, half)
         kind_norms = [Heads(ref, 0, count, half) for ref in norms[kind]]
         kind_sums = [Heads(ref, 0, count, half) for ref in sums[kind]]
-        kind_turn = turn if kind < 2 else None  # queries and keys are rotated, values are not
-        rows_of_kind(of_row, rows_left, kind_turn, inputs, kind_norms, output, kind_sums)
+        rows_of_kind(of_row, rows_left, turns[kind], inputs, kind_norms, output, kind_sums)
 
 
 def rows_of_kind(of_row, rows_left, turn, inputs, norms, output, sums):

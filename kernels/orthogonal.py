@@ -12,11 +12,12 @@ positive diagonal. There is only one such Q. Where `jnp.linalg.qr` gives R a neg
 a column of its Q has the other sign. SOAP does not mind, as it uses each column twice, or squares
 it.
 
-Rounding spoils Q where columns are nearly dependent. In SOAP they are: A = F Q' has the columns F
-q, and those of small eigenvalues turn towards those of large ones as soon as F changes a little.
-But the columns of the result are further from dependent than those of A. So the method is applied
-to its own result, again and again (block Gram-Schmidt with shifted Cholesky QR, repeated). Two to
-four passes are usual; five were needed for a rank of 3 in 48 dimensions.
+Rounding spoils Q where columns are nearly dependent. In SOAP they are (optimizers.py): A is F Q₀, a
+factor F times its last eigenvectors Q₀, sorted by eigenvalue. As soon as F changes a little, the
+columns of small eigenvalues turn towards those of large ones. But the columns of the result are
+further from dependent than those of A. So the method is applied to its own result, again and again
+(block Gram-Schmidt with shifted Cholesky QR, repeated). Two to four passes are usual; five were
+needed for a rank of 3 in 48 dimensions.
 """
 
 import jax
@@ -32,11 +33,12 @@ def product_of_thirds(a, b):
     """optimizers.full_product on a GPU.
 
     A float32 has 24 binary digits. So it is the sum of three bfloat16, of 8 digits each, which GPUs
-    are fast at. Of the nine products of such thirds, the six largest are enough. On an H200:
+    are fast at. Of the nine products of such thirds, the six largest are enough. On an H200, with
+    the relative error:
 
-        sides                 ms: six products, float32     relative error: the same two
-        3072, 24 matrices     14.3, 26.9                    3e-6, 1e-6
-        768, 122 matrices     2.4, 2.6                      8e-7, 5e-7
+        sides                six products             one in float32
+        3072, 24 matrices    14.3 ms, error 3e-6      26.9 ms, error 1e-6
+        768, 122 matrices     2.4 ms, error 8e-7       2.6 ms, error 5e-7
     """
     precision = "highest"
     if a.dtype == jnp.float32:

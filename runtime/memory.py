@@ -44,9 +44,9 @@ def find_micro_batch(sequences, lower, limit):
     size = sequences
     needed, arguments = usage(lower(size))
     while needed > room and size > 1:
-        # Beyond its arguments, a program needs some memory in any case, and some per sequence. We
-        # guess as if it were all per sequence. That may ask too much of a smaller size, but never
-        # skips a size that fits.
+        # Beyond its arguments, a program needs some memory in any case, and some per sequence. The
+        # guess counts all of it as per sequence. So it may be too large, and the loop goes on, but
+        # no size that fits is skipped.
         per_sequence = max(needed - arguments, 1) / size
         guess = int((room - arguments) / per_sequence)
         size = largest_divisor(sequences, max(1, min(guess, size - 1)))

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from runtime import files
 from text import folders, formats
-from text.formats import READERS, documents_in, reader, text
+from text.formats import READERS, documents_in, plain_text, reader
 
 C4_TRAIN = 1024  # files of training text in C4 (allenai/c4, en)
 C4_VALIDATION = 8  # files of validation text; one is used, 20M tokens
@@ -46,13 +46,16 @@ class Source(NamedTuple):
         return formats.documents(self.chunks())
 
 
-def sources(corpus):
-    """The sources of a corpus, in a fixed order. Raises ValueError if there are none."""
+def sources(corpus, first_pauses=FIRST_PAUSES):
+    """The sources of a corpus, in a fixed order. Raises ValueError if there are none.
+
+    first_pauses: of C4, see `patient`.
+    """
     if corpus == "stdlib":
         paths = stdlib_files(Path(sysconfig.get_path("stdlib")))
-        return [source_of_files("stdlib", paths, text)]
+        return [source_of_files("stdlib", paths, plain_text)]
     if corpus == "c4":
-        return c4()
+        return c4(first_pauses)
     return files_below(corpus)
 
 
@@ -137,21 +140,21 @@ class NoNetwork(OSError):
     """There is nothing that answers."""
 
 
-def c4():
+def c4(first_pauses=FIRST_PAUSES):
     """The files of C4's English text, each a source: one of validation, then all of training."""
     names = [f"c4-validation.00000-of-{C4_VALIDATION:05}.json.gz"]
     for number in range(C4_TRAIN):
         names.append(f"c4-train.{number:05}-of-{C4_TRAIN:05}.json.gz")
     found = []
     for name in names:
-        chunks = partial(chunks_of_c4, name)
+        chunks = partial(chunks_of_c4, name, first_pauses)
         found.append(Source(name, 1, C4_BYTES, [], chunks, held_out="validation" in name))
     return found
 
 
-def chunks_of_c4(name):
+def chunks_of_c4(name, first_pauses):
     """The chunks of one of C4's files."""
-    return formats.lists(patient(partial(stream, name)))
+    return formats.lists(patient(partial(stream, name), first_pauses=first_pauses))
 
 
 def stream(name):

@@ -70,7 +70,7 @@ def in_lists(read):
 
 
 @in_lists
-def text(path):
+def plain_text(path):
     """A .py file is one document. A .txt file is cut: see PIECE and LONGEST."""
     is_cut = path.suffix != ".py"
     document = []
@@ -270,11 +270,11 @@ def documents_in(value):
 
 
 READERS = {
-    ".txt": text,
+    ".txt": plain_text,
     ".jsonl": objects,
     ".json": objects_or_array,
     ".parquet": table,
-    ".txt.gz": text,
+    ".txt.gz": plain_text,
     ".jsonl.gz": objects,
     ".json.gz": objects_or_array,
 }

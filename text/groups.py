@@ -1,9 +1,9 @@
 """The text of a corpus as a sequence of groups of files, each tokenized when it is needed.
 
 A corpus may be larger than what a run reads of it: C4 has 1,024 files of 160M tokens each. So a
-corpus is not tokenized as a whole. Its files are taken in order, and as many as have GROUP bytes
-are a group; so is one file that has more. A run begins as soon as the first group is tokenized.
-While it reads a group, another process, the maker, tokenizes the next one.
+corpus is not tokenized as a whole. Its files are taken in order, and a group ends with the file
+that brings it to GROUP bytes. A run begins as soon as the first group is tokenized. While it reads
+a group, another process, the maker, tokenizes the next one.
 
 Which files make a group depends on nothing but the files. So runs of any length read the same
 groups in the same order.
@@ -29,15 +29,13 @@ from runtime.files import digest, locked
 from text import documents, formats, token_files
 from text.token_files import Holdout, are_finished, ids_of, intact_counts_of, make_shards
 from text.tokenizer import tokenizer as tokenizer_of_flag
-from text.workers import Workers, begin, starting_workers
+from text.workers import Workers, begin, starting_processes
 
-GROUP = token_files.SMALL  # bytes; so a corpus of which exactly 5% is held out is one group
+# Bytes. Validation reads the held-out documents of the first group. So a corpus of which exactly 5%
+# is held out (token_files.SMALL) must be one group.
+GROUP = token_files.SMALL
 NAME_BYTES = 100  # of a text's name that are used: a file's name has 255 at most
 PAUSE = 0.2  # seconds from one look at what another process makes to the next
-
-
-class TooShort(ValueError):
-    """A corpus has no window for training, or none for validation."""
 
 
 def make(corpus, tokenizer, context, need, folder, read_at_most, makes_groups):
@@ -54,12 +52,11 @@ def make(corpus, tokenizer, context, need, folder, read_at_most, makes_groups):
         validation = text.make_first(need)
         meta = text.describe(validation)
         text.check_length(meta)
-    except ValueError as error:
+    except ValueError:
         if not was_begun:
             with locked(text.home / "lock"):
-                # Shards that were finished before a later file turned out to be bad are kept.
-                is_useful = any(text.home.glob("*.json")) and not isinstance(error, TooShort)
-                if not is_useful:
+                # What is finished stays: another process may read it by now.
+                if not any(text.home.glob("*.json")):
                     remove(text.home)
         raise
     return text, ids_of(text.home, validation, "val", tokenizer.vocab_size), meta
@@ -98,8 +95,8 @@ def divide(sources):
 def folder_name(corpus, sources, tokenizer):
     """A name for the folder of token files.
 
-    It is another one if the files, the tokenizer, HELD_OUT or PIECE is another. An edit of the code
-    that makes ids does not change it.
+    It is another one if the files, the tokenizer, HELD_OUT or PIECE is another. An edit of SMALL,
+    or of the code that makes ids, does not change it: then remove the folder.
     """
     text = [[source.name, source.stamp, source.held_out] for source in sources]
     shape = [token_files.HELD_OUT, formats.PIECE]
@@ -110,6 +107,7 @@ def folder_name(corpus, sources, tokenizer):
 def short_name(corpus):
     """The name of a corpus without its ending, NAME_BYTES long at most, in whole characters."""
     name = Path(os.path.abspath(corpus)).stem  # that of ".", which has none, is its folder's
+    # The file system's encoding need not be UTF-8, and the result must be a name there, too.
     whole_characters = os.fsencode(name)[:NAME_BYTES].decode(errors="ignore")
     return os.fsdecode(whole_characters.encode())
 
@@ -129,28 +127,29 @@ class Text:
         self.tokenizer = tokenizer
         self.context = context
         self.read_at_most = read_at_most  # tokens; what lies behind them is not made
-        self.makes_groups = makes_groups  # whether this process does; else it waits for another
+        self.makes_groups = makes_groups  # whether this process starts Makers, or waits for others'
         self.sources = in_order(documents.sources(corpus))
         self.home = Path(folder) / folder_name(corpus, self.sources, tokenizer)
         self.groups = divide(self.sources)
         self.holdout = Holdout(self.sources)
         self.counts = {}  # {number of a shard: its counts}
         self.arrays = {}  # {number of a group: its ids}
-        self.hashes = {}  # {number of a group that was asked for: the sha256 of its ids}
-        self.makers = {}  # {number of a group: the Maker that works on it}
-        self.errors = {}  # {number of a group: why it could not be made}
+        self.hashes = {}  # {number of a group that was asked for: its hash_of}
+        self.makers = {}  # {number of a group: the last Maker that worked on it}
         self.closed = False
+        self.reading = threading.Lock()  # the runs of a grid share a text: one thread at a time
         self.starting = threading.Lock()  # so that nothing starts while the text is closed
 
     def __len__(self):
         return len(self.groups)
 
     def __getitem__(self, group):
-        if group not in self.arrays:
-            self.wait_for(group)
-        if group not in self.hashes:
-            self.hashes[group] = self.hash_of(self.groups[group], "train")
-            self.look_ahead(group + 1)
+        with self.reading:
+            if group not in self.arrays:
+                self.wait_for(group)
+            if group not in self.hashes:
+                self.hashes[group] = self.hash_of(self.groups[group], "train")
+                self.look_ahead(group + 1)
         return self.arrays[group]
 
     def add(self, group, counts):
@@ -172,12 +171,11 @@ class Text:
             self.counts |= zip(held_out, self.make_here(held_out, workers), strict=True)
             validation = held_out
             for group, shards in enumerate(self.groups):
-                validation_is_short = not held_out and not self.has_window(validation)
-                both_have_windows = not validation_is_short and self.tokens_in_windows() > 0
-                if both_have_windows and self.tokens_in_windows() >= need:
+                lacks_validation = not held_out and not self.has_window(validation)
+                if not lacks_validation and self.tokens_in_windows() >= max(need, 1):
                     break
                 self.add(group, self.make_here(shards, workers))
-                if not both_have_windows and not held_out:
+                if lacks_validation:
                     validation = validation + shards
         return validation
 
@@ -186,7 +184,7 @@ class Text:
         return make_shards(self.sources, shards, self.home, workers, self.holdout, shown=True)
 
     def tokens_in_windows(self):
-        """How many tokens the windows of the groups predict that are made."""
+        """How many tokens the windows of all groups made so far predict."""
         total = 0
         for ids in self.arrays.values():
             windows = (len(ids) - 1) // self.context  # as data.py has it
@@ -224,10 +222,10 @@ class Text:
         return hashlib.sha256(checksums.encode()).hexdigest()
 
     def check_length(self, meta):
-        """Raises TooShort if a side of the corpus is shorter than one window."""
+        """Raises ValueError if a side of the corpus is shorter than one window."""
         count = meta["documents"]
         if not count:
-            raise TooShort(f"data {self.corpus}: it is empty")
+            raise ValueError(f"data {self.corpus}: it is empty")
         is_short = {
             "train": self.tokens_in_windows() == 0,
             "val": meta["val_tokens"] <= self.context,
@@ -236,7 +234,7 @@ class Text:
             if is_short[side]:
                 have = f"{meta[f'{side}_tokens']} {name} tokens in {count} documents"
                 need = f"a window of context {self.context} + 1; give a longer text"
-                raise TooShort(f"data {self.corpus}: {have} are too few for {need}")
+                raise ValueError(f"data {self.corpus}: {have} are too few for {need}")
 
     # ---- what is made while a run reads ----
 
@@ -250,31 +248,26 @@ class Text:
             self.start_maker(group)
 
     def start_maker(self, group):
-        """Starts the Maker of a group, if there is none. Raises OSError if the text is closed."""
+        """Starts a Maker of a group, unless one works on it. Raises OSError if this is closed."""
         with self.starting:
             if self.closed:
                 raise OSError("the text was closed")
-            if group not in self.makers:
+            maker = self.makers.get(group)
+            if maker is None or not maker.process.is_alive():
                 self.makers[group] = Maker(self, self.groups[group])
 
     def wait_for(self, group):
         """Waits until a group is made, by a Maker or by the process that makes groups."""
-        if group in self.errors:
-            raise self.errors[group]
         shards = self.groups[group]
         counts = intact_counts_of(self.home, shards)
-        if counts is None and self.makes_groups:
-            self.start_maker(group)
-            try:
-                self.makers[group].wait()
-            except (BadInput, OSError) as error:
-                self.errors[group] = error
-                raise
-            counts = intact_counts_of(self.home, shards)
         while counts is None:
-            if self.closed:
+            if self.makes_groups:
+                self.start_maker(group)
+                self.makers[group].wait()
+            elif self.closed:
                 raise OSError("the text was closed")
-            time.sleep(PAUSE)
+            else:
+                time.sleep(PAUSE)
             counts = intact_counts_of(self.home, shards)
         self.makers.pop(group, None)
         self.add(group, counts)
@@ -299,7 +292,7 @@ class Maker:
         spawn = multiprocessing.get_context("spawn")  # workers.py says why
         self.pipe, theirs = spawn.Pipe(duplex=False)
         self.process = spawn.Process(target=make_in_process, args=(theirs, *job))
-        with starting_workers():
+        with starting_processes():
             self.process.start()
         theirs.close()
 
@@ -329,7 +322,8 @@ def make_in_process(pipe, corpus, tokenizer, home, shards, largest):
     error = None
     try:
         with redirect_stderr(io.StringIO()):  # what is left out was said by the first process
-            sources = in_order(documents.sources(corpus))
+            # The run may have begun long ago: a network that is gone now is waited for.
+            sources = in_order(documents.sources(corpus, first_pauses=documents.PAUSES))
         tokenizer = tokenizer_of_flag(*tokenizer)
         if folder_name(corpus, sources, tokenizer) != home.name:
             raise ValueError(f"data {corpus}: its files have changed while they were read")

@@ -3,7 +3,7 @@
 Each source of a corpus becomes a shard: a file of ids for training, one for validation, and a
 record of their counts and checksums. An id takes 16 bits; after each document comes end-of-text.
 
-    data/c4-gpt2-3fd308961059/   corpus, tokenizer, and a hash of all that the ids depend on
+    data/c4-gpt2-3fd308961059/   corpus, tokenizer, and a hash (groups.folder_name)
         lock                     held by the process that works here
         00000.train.bin          ids of the first source's training documents
         00000.val.bin            ids of its validation documents
@@ -61,8 +61,8 @@ def make_shards(sources, numbers, home, workers, holdout, shown=False):
     """Makes the shards of these numbers that are not there. Returns the counts of all, a list.
 
     home: their folder; sources: all of the corpus; holdout: the documents that are held out; shown:
-    whether a bar shows the progress, where there is a terminal. While another process works there,
-    it waits.
+    whether a bar shows the progress, where there is a terminal. This function waits while another
+    process works in that folder.
     """
     found = intact_counts_of(home, numbers)
     if found is not None:  # there is nothing to wait for
@@ -73,7 +73,7 @@ def make_shards(sources, numbers, home, workers, holdout, shown=False):
             path = shard_path(home, number)
             counts = intact_counts_or_reset(path)
             if counts is None:
-                counts = write(sources[number], path, workers, holdout, shown)
+                counts = tokenize(sources[number], path, workers, holdout, shown)
                 record_finished(path, counts)
             made.append(counts)
     return made
@@ -102,9 +102,9 @@ def ids_of(home, numbers, side, vocab_size):
 
 
 def intact_counts_or_reset(path):
-    """The counts of a shard, or None if it is not finished or is damaged.
+    """What `intact_counts` returns. If a shard is damaged, says so, and removes its record.
 
-    If it is damaged, says so, and removes its record, so that it is made again.
+    Then it is made again.
     """
     done = Path(f"{path}.json")
     if not done.exists():
@@ -120,8 +120,8 @@ def intact_counts_or_reset(path):
 
 def intact_counts(path):
     """The counts of a shard, or None if it is not finished or is damaged."""
-    counts = read(Path(f"{path}.json"))
-    if counts and checksums(path, checksum_once) == counts["sha256"]:
+    counts = read_counts(Path(f"{path}.json"))
+    if counts and checksums(path) == counts["sha256"]:
         return counts
     return None
 
@@ -129,11 +129,11 @@ def intact_counts(path):
 def record_finished(path, counts):
     """Records that a shard is finished; adds its checksums to the counts."""
     counts["sha256"] = checksums(path)
-    record(Path(f"{path}.json"), counts)
+    write_counts(Path(f"{path}.json"), counts)
     Path(f"{path}.progress").unlink()
 
 
-def write(source, path, workers, holdout, shown):
+def tokenize(source, path, workers, holdout, shown):
     """Tokenizes a source, or the rest of it, into the files of a shard; returns their counts."""
     counts = counts_so_far(path)
     largest = ALL if source.held_out else holdout.find(workers)
@@ -142,12 +142,12 @@ def write(source, path, workers, holdout, shown):
         open(f"{path}.train.bin", "ab") as train,
         open(f"{path}.val.bin", "ab") as val,
         closing(source.chunks()) as chunks,
-        progress_bar(source.name, counts["train_tokens"], shown) as bar,
+        progress_bar(source.name, count_tokens(counts), shown) as bar,
     ):
         files = {"train": train, "val": val}
         for side in SIDES:
             files[side].truncate(2 * counts[f"{side}_tokens"])
-        unread = skip(chunks, documents_in(counts))
+        unread = skip(chunks, count_documents(counts))
         saved = time.monotonic()
         for encoded in map_chunks(partial(encode, largest=largest), unread, source.size, workers):
             check_stopped()
@@ -156,18 +156,18 @@ def write(source, path, workers, holdout, shown):
                 counts[f"{side}_documents"] += encoded[side].documents
                 counts[f"{side}_tokens"] += len(encoded[side].ids)
                 counts[f"{side}_bytes"] += encoded[side].size
-            bar.update(counts["train_tokens"] - bar.n)
+            bar.update(count_tokens(counts) - bar.n)
             if time.monotonic() - saved > SAVE_SECONDS:
-                save(path, files, counts)
+                save_progress(path, files, counts)
                 saved = time.monotonic()
-        save(path, files, counts)
+        save_progress(path, files, counts)
     return counts
 
 
 def counts_so_far(path):
     """The counts of what an earlier process left of a shard; zeros if not all of it is there."""
     nothing = dict.fromkeys(COUNTS, 0)
-    counts = read(Path(f"{path}.progress")) or nothing
+    counts = read_counts(Path(f"{path}.progress")) or nothing
     for side in SIDES:
         file = Path(f"{path}.{side}.bin")
         size = file.stat().st_size if file.exists() else 0
@@ -176,17 +176,22 @@ def counts_so_far(path):
     return counts
 
 
-def save(path, files, counts):
+def save_progress(path, files, counts):
     """Records progress, once all that it counts is on disk."""
     for file in files.values():
         file.flush()
         os.fsync(file.fileno())
-    record(Path(f"{path}.progress"), counts)
+    write_counts(Path(f"{path}.progress"), counts)
 
 
-def documents_in(counts):
+def count_documents(counts):
     """The documents of both sides."""
     return counts["train_documents"] + counts["val_documents"]
+
+
+def count_tokens(counts):
+    """The tokens of both sides."""
+    return counts["train_tokens"] + counts["val_tokens"]
 
 
 def skip(chunks, count):
@@ -211,7 +216,7 @@ def map_chunks(work, chunks, size, workers):
 
 
 def progress_bar(name, start, shown):
-    """A bar of the training tokens of a source, from `start` on, where there is a terminal."""
+    """A bar of the tokens of a source, from `start` on, where there is a terminal."""
     disable = None if shown else True  # None: where standard error is no terminal
     return tqdm(desc=name, initial=start, unit=" tokens", unit_scale=True, disable=disable)
 
@@ -261,12 +266,12 @@ class Holdout:
 # ---- records -------------------------------------------------------------------------------------
 
 
-def record(path, counts):
+def write_counts(path, counts):
     """Writes counts, with a hash of them."""
     write_text(path, json.dumps(counts | {"check": digest(counts)}))
 
 
-def read(path):
+def read_counts(path):
     """The counts that were recorded; None if there are none, or others than were written."""
     with suppress(*UNREADABLE):
         counts = dict(json.loads(path.read_text(encoding="utf-8")))
@@ -275,28 +280,24 @@ def read(path):
     return None
 
 
+def checksums(path):
+    """The sha256 of each file of a shard; None for one that is not there."""
+    return {side: checksum(f"{path}.{side}.bin") for side in SIDES}
+
+
 def checksum(path):
-    """The sha256 of a file; None if there is none."""
-    with suppress(FileNotFoundError), open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def checksum_once(path):
     """The sha256 of a file, computed once in a process as long as the file does not change."""
     with suppress(FileNotFoundError):
         stat = os.stat(path)
-        return remembered_checksum(path, stat.st_size, stat.st_mtime_ns)
+        return checksum_of_version(path, stat.st_size, stat.st_mtime_ns)
+    return None
 
 
 @cache
-def remembered_checksum(path, size, time):
-    """The sha256 of the file that had this size and time."""
-    return checksum(path)
-
-
-def checksums(path, of_file=checksum):
-    """The sha256 of each file of a shard; None for one that is not there."""
-    return {side: of_file(f"{path}.{side}.bin") for side in SIDES}
+def checksum_of_version(path, size, time):
+    """The sha256 of a file, which has this size and time."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ---- reading -------------------------------------------------------------------------------------

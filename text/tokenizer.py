@@ -310,7 +310,7 @@ def t5_file():
         return huggingface_hub.hf_hub_download(*T5, local_files_only=True)
     except LocalEntryNotFoundError:
         pass  # not downloaded yet
-    from text.documents import NoNetwork, find_network
+    from text.documents import NoNetwork, find_network  # here, as only this download needs them
 
     try:
         if huggingface_hub.constants.HF_HUB_OFFLINE:

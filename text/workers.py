@@ -66,12 +66,12 @@ class Workers:
         if self.pool is None:
             spawn = multiprocessing.get_context("spawn")
             self.pool = ProcessPoolExecutor(self.processes, spawn, initializer=begin)
-        with starting_workers():
+        with starting_processes():
             return self.pool.submit(do_in_worker, work, flag, vocab_size, chunk)
 
 
 @contextmanager
-def starting_workers():
+def starting_processes():
     """A process that starts in this block does not import the program, and is deaf to Ctrl-C."""
     program = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
@@ -99,8 +99,9 @@ def ctrl_c_blocked():
 
 
 def begin():
-    """What a worker does first."""
-    # NumPy reads it when it is imported: here soon (see below), or in the workers of a Maker.
+    """What a worker, or a Maker (groups.py), does first."""
+    # NumPy reads this when it is imported. A worker imports NumPy later, with its first chunk. A
+    # Maker has imported it already: there it is for the Maker's own workers.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     threading.Thread(target=end_with_parent, daemon=True).start()
 

@@ -72,6 +72,12 @@ def test_in_float32_only_the_kernels_for_any_dtype_are_named(devices):
     assert choice.forms(TOY) == "plain JAX"
 
 
+def test_attention_is_not_named_for_heads_that_its_kernel_does_not_take(devices):
+    devices(H200)
+    wide = replace(BFLOAT16, d_model=512, n_heads=2)
+    assert choice.forms(wide) == "GPU kernels, but plain JAX for attention"
+
+
 def test_the_kernels_for_any_dtype_are_those_that_take_float32():
     """In float32, a trial of any other kernel makes nothing, as its plain function runs."""
     takes_float32 = set()

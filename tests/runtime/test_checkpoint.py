@@ -155,7 +155,7 @@ def test_fault_7_the_average_is_in_every_save_and_goes_on_after_a_resume(here, m
 
 
 OUTSIDE = [
-    (token_files, "write"),
+    (token_files, "tokenize"),
     (data.Ahead, "__call__"),
     (train, "evaluate"),
     (checkpoint, "save"),

@@ -94,7 +94,6 @@ REFUSED = {
     "an unknown flag": (["a.txt", "--x", "1"], "unknown"),
     "no file": (["--tokens", "1"], "the corpus comes first"),
     "no name": ([""], "data is ''"),
-    "a short text": (["b.txt"], "a window of context 1 + 1; give a longer text\n"),
 }
 
 
@@ -103,11 +102,20 @@ def test_the_command_refuses_bad_input(tmp_path, monkeypatch, capsys, words, say
     """One line, status 2, and nothing is left behind."""
     monkeypatch.chdir(tmp_path)
     write_text(Path("a.txt"), documents_of(4))
-    Path("b.txt").write_text("a")
     assert data.main([*words, "--tokenizer", "bytes"]) == 2
     said = capsys.readouterr().err
     assert says in said and said.count("\n") == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.txt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_the_command_refuses_a_short_text(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("a")
+    assert data.main(["a.txt", "--tokenizer", "bytes"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        said.endswith("a window of context 1 + 1; give a longer text\n") and said.count("\n") == 1
+    )
 
 
 STOPS = {OSError("disk gone"): (1, "disk gone"), KeyboardInterrupt(): (130, "goes on from here")}
@@ -119,7 +127,7 @@ def test_the_command_says_in_one_line_what_stopped_it(tmp_path, monkeypatch, cap
         raise stop
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(token_files, "write", fail)
+    monkeypatch.setattr(token_files, "tokenize", fail)
     status, says = STOPS[stop]
     path = write_text(tmp_path / "a.txt", documents_of(4))
     assert data.main([path, "--tokenizer", "bytes"]) == status

@@ -149,6 +149,10 @@ def test_without_a_network_c4_gives_up_at_once_and_says_what_works(
     why = "HF_HUB_OFFLINE is set" if is_offline else "no connection to http://127.0.0.1:9"
     assert f"data c4: {why} (attempt 3, the last); without a network" in str(error.value)
     assert pauses == [1, 2] and hub.attempts == 0
+    pauses.clear()
+    with pytest.raises(OSError, match="attempt 2, the last"):
+        next(documents.sources("c4", first_pauses=[5])[0].read())
+    assert pauses == [5]
 
 
 def test_a_network_that_goes_away_is_waited_for(monkeypatch, pauses):

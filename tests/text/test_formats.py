@@ -33,7 +33,7 @@ def test_a_python_file_is_one_document_and_a_text_file_is_cut(tmp_path):
     text_of = "".join(documents_of(5))
     for name, count in (("a.py", 1), ("a.txt", 5)):
         (tmp_path / name).write_text(text_of)
-        found = list(formats.documents(formats.text(tmp_path / name)))
+        found = list(formats.documents(formats.plain_text(tmp_path / name)))
         assert len(found) == count and "".join(found) == text_of
 
 

@@ -3,7 +3,9 @@
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -221,13 +223,60 @@ def test_where_no_file_is_held_out_later_groups_do_not_change_validation(tmp_pat
 
 def test_a_maker_that_is_killed_is_said_and_another_one_goes_on(eight_files):
     corpus = data.prepare(eight_files, BYTES, 64, 0, read_at_most=10**9)
-    corpus.train.look_ahead(1)
-    os.kill(corpus.train.makers[1].process.pid, signal.SIGKILL)
-    with pytest.raises(OSError, match="the process that tokenizes has ended"):
-        corpus.train[1]
-    corpus = data.prepare(eight_files, BYTES, 64, 0, read_at_most=10**9)
+    wait = groups.Maker.wait
+
+    def kill_and_wait(maker):
+        os.kill(maker.process.pid, signal.SIGKILL)
+        wait(maker)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups.Maker, "wait", kill_and_wait)
+        with pytest.raises(OSError, match="the process that tokenizes has ended"):
+            corpus.train[1]
     assert texts_of(corpus.train[1]) == documents_of(3, seed=1)
     corpus.train.close()
+
+
+def test_a_group_that_is_lost_after_its_maker_has_ended_is_made_again(eight_files):
+    corpus = data.prepare(eight_files, BYTES, 64, 0, read_at_most=10**9)
+    corpus.train[0]
+    corpus.train.makers[1].process.join()
+    (path,) = Path("data").glob("*/00002.train.bin")
+    path.unlink()
+    assert texts_of(corpus.train[1]) == documents_of(3, seed=1)
+    corpus.train.close()
+
+
+def test_what_a_maker_has_failed_at_is_tried_again_when_it_is_needed(eight_files):
+    """As where the disk was full then, and has room now."""
+    corpus = data.prepare(eight_files, BYTES, 64, 0, read_at_most=10**9)
+    corpus.train.look_ahead(1)
+    os.kill(corpus.train.makers[1].process.pid, signal.SIGKILL)
+    corpus.train.makers[1].process.join()
+    assert texts_of(corpus.train[1]) == documents_of(3, seed=1)
+    corpus.train.close()
+
+
+def test_two_threads_may_ask_for_one_group(eight_files):
+    """As two runs of a grid do, whose batches are read ahead."""
+    corpus = data.prepare(eight_files, BYTES, 64, 0, read_at_most=10**9)
+    with ThreadPoolExecutor(2) as threads:
+        both = list(threads.map(corpus.train.__getitem__, [1, 1]))
+    assert [texts_of(ids) for ids in both] == 2 * [documents_of(3, seed=1)]
+    corpus.train.close()
+
+
+def test_a_maker_waits_for_a_network_that_was_there_before(eight_files, monkeypatch):
+    """It is a process of its own, but not the first that reads this corpus."""
+    asked = []
+    monkeypatch.setattr(groups.documents, "sources", lambda *args, **more: asked.append(more) or [])
+    sent = []
+    pipe = SimpleNamespace(send=sent.append)
+    for name in ("begin", "give_way"):
+        monkeypatch.setattr(groups, name, lambda: None)
+    groups.make_in_process(pipe, eight_files, ("bytes", 0), Path("data/x"), [0], b"")
+    assert asked == [{"first_pauses": documents.PAUSES}]
+    assert "its files have changed" in str(sent[0])
 
 
 def test_a_maker_does_not_say_again_what_is_left_out(eight_files, capfd):
@@ -278,7 +327,7 @@ def test_what_is_finished_waits_for_no_other_process(eight_files, monkeypatch):
     monkeypatch.setattr(groups, "locked", locked)
     for corpus in (eight_files, "a.txt"):
         data.prepare(corpus, BYTES, 64, 0)
-    with pytest.raises(groups.TooShort):
+    with pytest.raises(ValueError):
         data.prepare("a.txt", BYTES, 10**6, 0)
 
 
@@ -315,10 +364,10 @@ def test_a_process_that_makes_nothing_waits_for_one_that_does(eight_files):
 def test_either_side_may_be_too_short(eight_files):
     validation = sum(len(text) + 1 for text in documents_of(3, seed=99))
     data.prepare(eight_files, BYTES, validation - 1)
-    with pytest.raises(groups.TooShort, match=f"{validation} validation tokens in"):
+    with pytest.raises(ValueError, match=f"{validation} validation tokens in"):
         data.prepare(eight_files, BYTES, validation)
     for path in Path("c").glob("c4-train*"):
         path.unlink()
     write_c4(Path("c", "a.json.gz").absolute(), ["x" * 63])
-    with pytest.raises(groups.TooShort, match="64 training tokens in 4 documents"):
+    with pytest.raises(ValueError, match="64 training tokens in 4 documents"):
         data.prepare(eight_files, BYTES, 64)

@@ -5,6 +5,7 @@ import os
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -139,7 +140,7 @@ def test_prepared_once_and_made_again_when_the_text_changes(tmp_path, monkeypatc
         of_side = hashlib.sha256(of_shard.encode()).hexdigest()
         assert first.meta["sha256"][side] == of_side
     with monkeypatch.context() as patch:
-        patch.setattr(token_files, "write", None)  # it would fail if it were called
+        patch.setattr(token_files, "tokenize", None)  # it would fail if it were called
         assert data.prepare(str(path), BYTES, 64, folder=home).meta == first.meta
     longer = data.prepare(write_text(path, documents_of(11)), BYTES, 64, folder=home)
     assert longer.meta["documents"] == 11
@@ -154,13 +155,14 @@ def test_a_checksum_is_computed_once_in_a_process_until_the_file_changes(tmp_pat
     path = write_text(tmp_path / "a.txt", documents_of(10))
     data.prepare(path, BYTES, 64, folder=tmp_path / "data")
     computed = []
-    checksum = token_files.checksum
+    checksum = token_files.checksum_of_version.__wrapped__
 
-    def counting(path):
+    @cache
+    def counting(path, size, time):
         computed.append(Path(path).name)
-        return checksum(path)
+        return checksum(path, size, time)
 
-    monkeypatch.setattr(token_files, "checksum", counting)
+    monkeypatch.setattr(token_files, "checksum_of_version", counting)
     for _ in range(3):
         data.prepare(path, BYTES, 64, folder=tmp_path / "data")
     assert sorted(computed) == ["00000.train.bin", "00000.val.bin"]
@@ -178,7 +180,7 @@ def test_a_file_that_is_now_held_out_is_prepared_again(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         sources = documents.sources(str(tmp_path / "c"))
         patch.setattr(documents, "sources", lambda corpus: [sources[0]._replace(held_out=True)])
-        with pytest.raises(groups.TooShort, match="0 training tokens in 30 documents"):
+        with pytest.raises(ValueError, match="0 training tokens in 30 documents"):
             data.prepare(str(tmp_path / "c"), BYTES, 64, folder=tmp_path / "data")
 
 
@@ -248,7 +250,7 @@ def test_interrupted_anywhere_it_goes_on_and_ends_the_same(tmp_path, monkeypatch
             data.prepare(path, BYTES, 64, folder=tmp_path / "parts")
         (home,) = (tmp_path / "parts").iterdir()
         for record in home.glob("*.progress"):
-            counted.append(token_files.documents_in(token_files.read(record)))
+            counted.append(token_files.count_documents(token_files.read_counts(record)))
         if damage == "files cut short" and len(stops) == 2:
             os.truncate(home / "00000.train.bin", 10)
         if damage == "counts lost" and len(stops) == 2:
@@ -311,31 +313,33 @@ def test_counts_with_any_bit_changed_or_cut_short_anywhere_are_none(tmp_path):
     """Or they are those that were written: a changed blank or letter case may mean the same."""
     path = tmp_path / "counts"
     counts = {"documents": 12, "train_tokens": 345, "sha256": {"train": "ab"}}
-    token_files.record(path, counts)
+    token_files.write_counts(path, counts)
     whole = path.read_bytes()
-    assert token_files.read(path) == counts
+    assert token_files.read_counts(path) == counts
     refused = 0
     for place, byte in enumerate(whole):
         changed = [bytes([byte ^ 1 << bit]) for bit in range(8)]
         damaged = [whole[:place] + other + whole[place + 1 :] for other in changed]
         for content in [whole[:place], *damaged]:
             path.write_bytes(content)
-            found = token_files.read(path)
+            found = token_files.read_counts(path)
             assert found in (None, counts)
             refused += found is None
     assert refused > 8 * len(whole)
-    assert token_files.read(tmp_path / "none") is None
+    assert token_files.read_counts(tmp_path / "none") is None
 
 
 # ---- bad text ------------------------------------------------------------------------------------
 
 
 BAD = {
-    "nothing": (b"", "it is empty"),
-    "blanks": (b" \n\n \n", "it is empty"),
     "a picture": (b"\x89PNG\r\n\x1a\n", "not text: invalid"),
     "a zero byte": (b"abc\0def" * 1000, "zero byte"),
     "another encoding": ("é".encode("latin-1") * 100, "not text"),
+}
+SHORT = {
+    "nothing": (b"", "it is empty"),
+    "blanks": (b" \n\n \n", "it is empty"),
     "a line": (
         b"one short line\n",
         "too few for a window of context 6000 [+] 1; give a longer text$",
@@ -350,6 +354,17 @@ def test_bad_text_is_refused_and_leaves_nothing_behind(tmp_path, content, says):
     with pytest.raises(ValueError, match=says):
         data.prepare(str(path), BYTES, 6000, folder=tmp_path / "data")
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("content, says", SHORT.values(), ids=SHORT)
+def test_text_that_is_too_short_is_refused_and_its_files_stay(tmp_path, content, says):
+    """Another process, for which it is long enough, may read them by now."""
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=says):
+            data.prepare(str(path), BYTES, 6000, folder=tmp_path / "data")
+        assert len(list((tmp_path / "data").glob("*/00000.json"))) == 1
 
 
 def test_finished_shards_of_a_large_corpus_stay_when_a_later_file_is_bad(tmp_path, monkeypatch):
