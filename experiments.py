@@ -587,6 +587,7 @@ def train_one(file, job):
     Returns the exit status: 0 if it has ended, also if it has diverged.
     """
     folder = job.run.config.out
+    train.forget_programs()
     status = job.program.main(job.words)
     may_have_ended = status in (0, 1)  # a run that diverges has status 1, as some others have
     if not may_have_ended:

@@ -489,6 +489,7 @@ def execute_all(runs, corpora, signals):
     results = []
     for number, (run, corpus) in enumerate(zip(runs, corpora, strict=True), 1):
         print(f"\n---- run {number} of {len(runs)}: {run.config.out}")
+        forget_programs()
         try:
             results.append(hold_and_execute(run, corpus, signals))
         except checkpoint.InUse:
@@ -504,13 +505,17 @@ def execute_all(runs, corpora, signals):
     return results
 
 
+def forget_programs():
+    """Frees the compiled programs of the last run: a process on a CPU can map only so many."""
+    if jax.default_backend() == "cpu":
+        jax.clear_caches()
+
+
 def hold_and_execute(run, corpus, signals):
     """Holds a run's folder and executes the run. Returns the rows of its log, or "diverged".
 
     Raises InUse, or BadInput if the folder has come to hold anything else.
     """
-    if jax.default_backend() == "cpu":
-        jax.clear_caches()  # a process on a CPU can map only so many compiled programs
     with ExitStack() as stack:
         with blaming_input():
             stack.enter_context(checkpoint.alone(run.config.out))
