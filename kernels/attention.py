@@ -152,9 +152,9 @@ def pushforward_of_tile(K, q, k, v, o, lse, dq, dk, dv, do):
 
 
 def tile_of(ref, i, K):
-    """Rows i * TILE to (i + 1) * TILE of a reference to [T, width] or [T], and a mask of them:
+    """The place of rows i * TILE to (i + 1) * TILE in a reference to [T, width] or [T], and a mask.
 
-    which entries lie inside the array.
+    The mask is true for the entries that lie inside the array.
     """
     rows = pl.ds(i * TILE, TILE)
     row_inside = i * TILE + jnp.arange(TILE) < ref.shape[0]

@@ -31,10 +31,11 @@ def with_derivative(f, prepare, push, pull):
         # JAX transposes linear_call in all its arguments: it must not see those that do not move.
         moving = {i: d for i, d in enumerate(dx) if not isinstance(d, SymbolicZero)}
 
-        def push_moving(residuals, moving):
+        def push_moving(residuals, changes):
             full = []
             for i, d in enumerate(dx):
-                full.append(moving[i] if i in moving else jnp.zeros(d.shape, d.dtype))
+                zero = jnp.zeros(d.shape, d.dtype)
+                full.append(changes.get(i, zero))
             return push(residuals, *full)
 
         def pull_moving(residuals, u):

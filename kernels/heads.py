@@ -194,7 +194,11 @@ def launch(of_row, head_counts, joint_arrays, cotangents, norms):
         made = [jax.ShapeDtypeStruct((B, T, n, 2, half), dtype) for n in head_counts]
         made_blocks = blocks
         summed = [[], [], []]
-    sums = jax.tree.map(lambda a: jax.ShapeDtypeStruct((*grid, *a.shape), sums_dtype), summed)
+
+    def one_for_each_program(a):
+        return jax.ShapeDtypeStruct((*grid, *a.shape), sums_dtype)
+
+    sums = jax.tree.map(one_for_each_program, summed)
 
     return pl.pallas_call(
         partial(positions, of_row, head_counts, T, half),

@@ -102,9 +102,9 @@ def ids_of(home, numbers, side, vocab_size):
 
 
 def intact_counts_or_reset(path):
-    """What `intact_counts` returns. If a shard is damaged, says so, and removes its record.
+    """What `intact_counts` returns.
 
-    Then it is made again.
+    If a shard is damaged, says so, and removes its record, so that it is made again.
     """
     done = Path(f"{path}.json")
     if not done.exists():
