@@ -457,6 +457,19 @@ EXPERIMENTS["45m-12m"] = Experiment(
 """,
 )
 
+# The text has 184m tokens: SOAP and Muon read it several times.
+EXPERIMENTS["45m-40m"] = Experiment(
+    "How many steps of 40m tokens, the paper's batch of Muon, does each method need to 4.1?",
+    f"{FORTY_FIVE_M} --batch 40m",
+    f"""
+{FORTY_FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --line-search 10 --lr 0.002,0.004
+{FORTY_FIVE_M_PROX} --steps 3 --lr 0.003
+{FORTY_FIVE_M_PROX} --steps 4 --lr 0.003,0.006
+{FORTY_FIVE_M_SOAP} --lr 0.005
+{FORTY_FIVE_M_MUON} --lr 0.03
+""",
+)
+
 
 # Flags that do not count where a saved run is compared with a command. Of a text, its hash counts.
 NOT_COMPARED = (*recipe.MAY_DIFFER, "data")
