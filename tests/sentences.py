@@ -12,6 +12,12 @@ def words_of(*names):
     return [" ".join((pages.ROOT / name).read_text(encoding="utf-8").split()) for name in names]
 
 
+def words_of_results():
+    """The text of RESULTS.md, and of the pages on each model behind it, in one line."""
+    of_models = [f"docs/results-{model}.md" for model in ("tiny", "5m", "45m")]
+    return " ".join(words_of("RESULTS.md", *of_models))
+
+
 def groups_of(file):
     """The Comparison of a file whose runs are all of one length, and its groups, the best first."""
     (asked,) = comparison.compare_at_tokens(comparison.read_runs([pages.ROOT / file]))

@@ -11,6 +11,7 @@ from sentences import (
     table_of,
     the_run_of,
     words_of,
+    words_of_results,
 )
 
 import pages
@@ -30,7 +31,7 @@ def test_it_takes_so_many_steps_at_45m_to_the_target():
         steps[method] = steps_by_seed(file, SEEDS, 4.1, method=method)
     gn, prox = steps_by_seed(file, SEEDS, 4.1, **PLAIN), steps["gn_prox"]
     assert {*gn} == {10, 11} and {*prox} == {7, 8}
-    words, readme = words_of("RESULTS.md", "README.md")
+    words, (readme,) = words_of_results(), words_of("README.md")
     to_target = "need 10 or 11 steps to a loss of 4.1, prox-linear 7 or 8"
     muon = steps_by_seed(file, SEEDS, 4.1, method="muon")
     baselines = f"SOAP {range_of(steps['soap'])} and Muon {range_of(muon)}."
@@ -66,7 +67,7 @@ def test_a_line_search_to_the_mean_does_as_is_said_at_45m():
     plain, mean = (runs_of(file, **PLAIN | {"average": average}) for average in (0.0, 0.95))
     steps = [run["rows"][-1]["step"] for run in mean]
     assert steps == [run["rows"][-1]["step"] for run in plain] == [10, 10, 11]
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     assert "Full Gauss-Newton needs 10, 10 and 11 at the three seeds, as it does without." in words
     lower = []
     for one, other in zip(plain, mean, strict=True):
@@ -90,7 +91,7 @@ def test_a_line_search_to_the_mean_does_as_is_said_at_45m():
 def test_the_settings_at_45m_do_as_is_said():
     """One run of each, with seed 0."""
     file = "results/45m-grids.jsonl"
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
 
     usual = {"soap": {"average": 0.0, "b2": 0.9, "warmup_steps": 5}, "muon": {}}
 
@@ -132,7 +133,7 @@ def test_the_settings_at_45m_do_as_is_said():
 
 
 def test_planned_lengths_and_warm_ups_at_45m_do_as_is_said():
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     grids = "results/45m-grids.jsonl"
     cosine = PLAIN | {"schedule": "global cosine", "lr": 0.01}
     ten, fourteen = (the_run_of(grids, **cosine, steps=steps)["rows"][-1] for steps in (10, 14))
@@ -160,7 +161,7 @@ def test_the_layerwise_form_at_45m_does_as_is_said():
         layerwise = the_run_of(file, method="layerwise_gn", **flags)["rows"]
         assert layerwise[-1]["step"] == 12 and layerwise[-1]["val_loss"] > 4.1
         ends.append(f"{layerwise[-1]['val_loss']:.3f}")
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     said = f"Three runs planned for 12, with seed 0, end at {min(ends)} to {max(ends)}, as"
     assert said in words
     for average, steps in ((0.0, "nine"), (0.95, "eight")):
@@ -182,7 +183,7 @@ def test_the_layerwise_form_at_45m_does_as_is_said():
 
 def test_the_inner_loops_at_45m_go_as_far_as_is_said():
     """At three seeds, and with more step sizes with seed 0."""
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     quarters, first = [], []
     for run in runs_of("results/45m.jsonl", **PLAIN):
         alphas = [row["alpha"] for row in run["rows"][1:]]
@@ -206,7 +207,7 @@ def test_the_inner_loops_at_45m_go_as_far_as_is_said():
 
 def test_the_first_inner_loop_at_45m_lowers_the_quadratic_as_is_said():
     """Means over all inner steps of the first outer step, which the line search does not change."""
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
 
     def first_means(file, **flags):
         return [run["rows"][1]["inner_loss"] for run in runs_of(f"results/{file}.jsonl", **flags)]
@@ -264,8 +265,8 @@ def gap_at(row):
 
 def test_the_stand_ins_are_as_wrong_at_45m_as_is_said():
     """A table of the usual setting, and what is said of both."""
-    text = (pages.ROOT / "RESULTS.md").read_text(encoding="utf-8")
-    (words,) = words_of("RESULTS.md")
+    text = (pages.ROOT / "docs/results-45m.md").read_text(encoding="utf-8")
+    words = words_of_results()
     rows = stand_ins_of(0.01)
     columns = {
         "L before it": "loss_at_0",
@@ -321,7 +322,7 @@ def test_the_stand_ins_are_as_wrong_at_45m_as_is_said():
 def test_the_runs_at_45m_with_12m_tokens_do_as_is_said():
     """With seed 0, and at three new ones."""
     grids, file = "results/45m-12m-grids.jsonl", "results/45m-12m.jsonl"
-    words, readme = words_of("RESULTS.md", "README.md")
+    words, (readme,) = words_of_results(), words_of("README.md")
     soap = steps_by_seed(file, SEEDS, 4.1, method="soap")
     (muon_steps,) = steps_by_seed(file, [1], 4.1, method="muon")
     said = "With batches of 12m tokens, Gauss-Newton needs 8, prox-linear 4, SOAP"
@@ -372,8 +373,8 @@ def test_the_runs_at_45m_with_12m_tokens_do_as_is_said():
     assert {f"{ratio:.1f}" for ratio in of_muon} == {"1.1"}
     said = f"SOAP {saved} times fewer, and Muon 1.1 (seeds 0 and 1). So the"
     assert f"full Gauss-Newton {of_gn} times fewer, {said}" in words
-    said = f"prox-linear {of_prox}, SOAP {saved}, and Muon 1.1 (seeds 0 and 1) |"
-    assert f"needs {of_gn} times fewer steps, {said}" in words
+    said = f"prox-linear {of_prox}; SOAP needs {saved}, and Muon 1.1 (seeds 0 and 1)."
+    assert f"needs {of_gn} times fewer steps and {said}" in words
     assert f"needs {of_gn} times fewer steps, and prox-linear {of_prox}." in words
 
     read = [run["rows"][-1]["tokens"] / 1e6 for run in runs_of(file, method="soap")]
@@ -410,14 +411,14 @@ def test_a_step_and_a_run_at_45m_take_as_much_time_as_is_said():
     assert round(np.mean(seconds["soap"]) / np.mean(seconds["gn_prox"])) == 3  # "a third"
     assert min(seconds["layerwise_gn"]) > max(seconds["muon"])  # "takes the longest"
     gn, prox, soap = (f"{of_a_step[method]:.1f}" for method in ("gn", "gn_prox", "soap"))
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     of_each = f"takes {gn} s, of prox-linear {prox} s, and of SOAP {soap} s."
     assert f"A step of full Gauss-Newton {of_each}" in words
 
 
 def test_four_changes_do_as_is_said_at_45m():
     """The table of what might mend a limit: one run of each line, with seed 0."""
-    text = (pages.ROOT / "RESULTS.md").read_text(encoding="utf-8")
+    text = (pages.ROOT / "docs/results-45m.md").read_text(encoding="utf-8")
     cosine = USUAL | {"schedule": "global cosine"}
     in_loops = PLAIN | {"schedule": IN_LOOPS, "restart": False, "inner_epochs": 1}
     lines = {
@@ -438,7 +439,7 @@ def test_four_changes_do_as_is_said_at_45m():
         cells = [f"{first['alpha']:.2f}", f"{first['loss_at_1']:.1f}", f"{first['inner_loss']:.2f}"]
         cells += [f"{rows[3]['val_loss']:.3f}", f"{rows[10]['val_loss']:.3f}"]
         assert f"| {name.strip()} | {' | '.join(cells)} | {steps[name]} |" in text
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     few, many = steps["the same, two passes"], steps["0.006, `constant+inner cosine`"]
     assert f"twice the inner steps, need {few} steps in place of {many}** at this" in words
     alphas = [row["alpha"] for row in rows[1:]]  # of the last line
@@ -448,8 +449,8 @@ def test_four_changes_do_as_is_said_at_45m():
 def test_more_passes_do_as_is_said_at_45m():
     """The table of passes with seed 0, new seeds of the best setting with two, and prox-linear."""
     grids, file = "results/45m-grids.jsonl", "results/45m.jsonl"
-    text = (pages.ROOT / "RESULTS.md").read_text(encoding="utf-8")
-    (words,) = words_of("RESULTS.md")
+    text = (pages.ROOT / "docs/results-45m.md").read_text(encoding="utf-8")
+    words = words_of_results()
     cosine = USUAL | {"schedule": "global cosine"}
     in_loops = PLAIN | {"schedule": IN_LOOPS, "restart": False}
     lines = [
@@ -489,7 +490,9 @@ def test_more_passes_do_as_is_said_at_45m():
     assert [row["alpha"] for row in two[2][1:]].count(0) == 4
     time = [np.median([row["seconds"] for row in rows[2:]]) for rows in (one[0], two[0])]
     assert 0.45 < time[0] / time[1] < 0.6  # "in half the time"
-    assert "best with one: it needs 10 and 11 steps at two new seeds and misses the target" in words
+    assert (
+        "best with one: it needs 10 and 11 steps at two new seeds, and misses the target" in words
+    )
     assert [[row["alpha"] for row in rows[1:]].count(0) for rows in two[:2]] == [1, 1]
     assert "it needs 10 and 11, with one step refused at each, and misses the target at" in words
     means = {}

@@ -17,6 +17,7 @@ from sentences import (
     the_run_of,
     was_refused,
     words_of,
+    words_of_results,
 )
 
 import comparison
@@ -36,7 +37,7 @@ def test_gauss_newton_at_5m_is_as_far_as_is_said():
         if group.setting["line_search"]:
             (steps,) = comparison.count_steps_to_loss_of(asked, rival, group).values()
             rates.setdefault(steps, set()).add(group.setting["lr"])
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     assert {*rates} == {4, 5, 6, 20} and rates[4] == {0.006} and rates[20] == {0.03}
     assert f"but one need {25 / 6:.1f} to {25 / 4:.1f} times" in words
     quick = find_group(groups, "gn", lr=0.006)
@@ -62,7 +63,7 @@ def test_what_helps_gauss_newton_and_prox_linear_at_5m_is_as_is_said():
     asked, groups = groups_of("results/5m-grids.jsonl")
     (rival,) = comparison.find_best_baselines(groups).values()
     falling = {"schedule": "global cosine"}
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
 
     other = find_group(groups, "gn_prox", schedule="constant+inner cosine", average=0.99)
     without = find_group(groups, "gn_prox", lr=0.01, average=0.0)
@@ -104,7 +105,7 @@ def test_it_takes_so_many_steps_at_5m_to_the_target():
     (asked,) = comparison.compare_to_targets(table, 3.21)
     groups = comparison.summarize_groups(asked)
     steps = groups.drop_duplicates("method").set_index("method").steps_to_target
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     assert f"is below it after {steps.gn:.0f} steps of a run of 10" in words
     assert f"and prox-linear after {steps.gn_prox:.0f}," in words
     assert f"SOAP needs {steps.soap:.0f} steps" in words
@@ -138,7 +139,7 @@ def test_it_takes_so_many_steps_of_12m_tokens_to_the_target():
     assert steps["gn_prox"] == [5, 5, 5]
     assert {*steps["gn"][:3]} == {8, 9} and steps["gn"][3:] == [8, 8, 8]
 
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     prox_to_soap = ratios_of(steps["gn_prox"], steps["soap"])
     prox_to_muon = ratios_of(steps["gn_prox"], steps["muon"])
     assert f"{prox_to_soap} times fewer than SOAP, and {prox_to_muon} times fewer than" in words
@@ -178,7 +179,7 @@ def test_it_takes_so_many_steps_from_a_lower_loss():
     )
     assert steps["gn"] == [4, 5, 4] and steps["layerwise_gn"] == [5, 5, 5]
     assert planned_6 == [4, 4, 4] and planned_4 == [3, 3, 3]
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     layerwise = f"{np.mean(steps['layerwise_gn']) / np.mean(steps['gn']):.2f}"
     assert f"needs 4 or 5**, {layerwise} times as many" in words
     to_soap = ratios_of(steps["gn"], steps["soap"])
@@ -232,11 +233,11 @@ def test_layerwise_takes_so_many_steps_of_12m_tokens():
     soap = steps_by_seed(file, seeds, 3.21, method="soap")
     to_gn = extremes([many / few for many, few in zip(layerwise, gn[:3], strict=True)])
     assert max(gn) < 10  # so the difference counts
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     assert f"needs 10 at every seed**: {to_gn} times as many as full" in words
     assert f"and {ratios_of(layerwise, soap)} times fewer than SOAP. The paper has 1.4" in words
     assert f"| layerwise | SOAP | 3.4 | 4 | 5 | {ratios_of(layerwise, soap)} |" in words
-    assert f"1.25 on `5m`; {to_gn} on `5m` at 12m, at a learning rate that" in words
+    assert f"it is {to_gn} on `5m` at 12m (at a learning rate that" in words
     apart = [many - few for many, few in zip(layerwise, gn[:3], strict=True)]
     assert "at two of the three seeds it is one step" in words
     assert sorted(apart) == [1, 1, 2]
@@ -253,7 +254,7 @@ def test_so_many_settings_of_gauss_newton_were_tried_at_12m_tokens():
     reached = [run["rows"][-1]["step"] for run in runs if run["rows"][-1]["val_loss"] <= 3.21]
     best = min(reached)
     assert reached.count(best) == 10
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     assert f"| full Gauss-Newton | {len(runs)} | learning rate, schedule," in words
     of_prox = runs_of("results/5m-12m-grids.jsonl", method="gn_prox")
     assert f"| prox-linear | {len(of_prox)} | learning rate, average," in words
@@ -264,7 +265,7 @@ def test_so_many_settings_of_gauss_newton_were_tried_at_12m_tokens():
 def test_more_passes_do_as_is_said_at_12m_tokens():
     """With seed 0."""
     file = "results/5m-12m-grids.jsonl"
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
 
     def ends(method, **flags):
         return the_run_of(file, method=method, **flags)["rows"]
@@ -296,7 +297,7 @@ def test_more_passes_do_as_is_said_at_12m_tokens():
 def test_the_settings_of_soap_and_muon_do_as_is_said_at_12m_tokens():
     """With seed 0: three learning rates that stay, and two runs in which the best one falls."""
     file = "results/5m-12m-grids.jsonl"
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     steps = {}
     for method, rates in (("soap", (0.003, 0.005, 0.01)), ("muon", (0.02, 0.03, 0.045))):
         steps[method] = []
@@ -333,7 +334,7 @@ def test_a_run_made_again_on_another_machine_is_as_different_as_is_said():
     again = the_run_of("results/5m-12m-stand-ins.jsonl", lr=0.003, warmup_tokens=4_980_736)
     assert first["config"] == again["config"]
     first, again = first["rows"], again["rows"]
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     assert first[-1]["step"] == 7 and first[-1]["val_loss"] <= 3.21
     warmup = f"{again[0]['val_loss']:.3f} in place of {first[0]['val_loss']:.3f}"
     assert f"that ended at {warmup}, it was still at {again[8]['val_loss']:.3f} after" in words
@@ -353,8 +354,8 @@ def test_the_stand_ins_are_as_wrong_at_5m_as_is_said():
     """A table of the usual setting, and the errors of the others."""
     short, long = {"warmup_tokens": 4_980_736}, {"warmup_tokens": 20_004_864}
     rows = the_run_of("results/5m-12m-stand-ins.jsonl", lr=0.003, **short)["rows"][1:]
-    text = (pages.ROOT / "RESULTS.md").read_text(encoding="utf-8")
-    (words,) = words_of("RESULTS.md")
+    text = (pages.ROOT / "docs/results-5m.md").read_text(encoding="utf-8")
+    words = words_of_results()
     columns = {
         "L before it": "loss_at_0",
         "L2 at its end": "quadratic_at_1",
@@ -403,7 +404,7 @@ def test_a_step_of_12m_tokens_leads_as_far_as_is_said():
     """The runs with seed 0 first, then those with other seeds."""
     file = "results/5m-12m-grids.jsonl"
     inner_cosine = {"method": "gn", "schedule": "constant+inner cosine", "line_search": 5}
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
 
     usual = {"momentum": 0.95, "b2": 0.999, "inner_batch": 32, "restart": False, "average": 0.0}
     usual |= {"lr": 0.006, "inner_warmup": 0.0, "inner_epochs": 1} | inner_cosine
@@ -452,7 +453,7 @@ def test_a_step_of_12m_tokens_leads_as_far_as_is_said():
 
 
 def test_prox_linear_is_ahead_only_where_its_learning_rate_falls():
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     _, groups = groups_of("results/5m-grids.jsonl")
     inner = {"schedule": "constant+inner cosine", "lr": 0.01}
     prox = find_group(groups, "gn_prox", **inner)
@@ -484,7 +485,7 @@ def test_nothing_but_the_loss_differs_where_gauss_newton_diverges():
     gn = the_run_of(file, method="gn", line_search=0, **flags)
     prox = the_run_of(file, method="gn_prox", **flags)
     assert gn["config"] | {"method": "gn_prox"} == prox["config"]
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     assert f"Prox-linear ends at {prox['rows'][-1]['val_loss']:.3f}. With full" in words
     second = gn["rows"][2]
     quadratic = f"the quadratic is {second['inner_loss_last']:.1f} on the last inner batch"
@@ -505,7 +506,7 @@ def test_six_methods_at_5m_end_as_is_said():
         ratios[group.method] = [25 / number for number in steps.values()]
     groups = groups.set_index("method")
     loss = groups.loss
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     ends = [loss.soap - loss.layerwise_gn, loss.soap - loss.gn_prox]
     assert f"methods end {extremes(ends)} below SOAP**, and reach its last loss in" in words
     least, most = min(ratios["gn_prox"]), max(ratios["layerwise_gn"])
@@ -520,7 +521,7 @@ def test_six_methods_at_5m_end_as_is_said():
     assert f"**Prox-linear ends {loss.gn - loss.gn_prox:.3f} below full Gauss-Newton**" in words
     assert f"ends {loss.layerwise_gn - loss.gn:.3f} above full Gauss-Newton**" in words
     lower = f"{loss.gn - loss.gn_prox:.3f} lower"
-    assert f"on `5m` at 4m it is slower at first and ends {lower};" in words
+    assert f"On `5m` at 4m it is slower at first, and ends {lower}." in words
 
     curves = asked.table.groupby(["method", "step"]).val_loss.mean()
     start, first = curves.gn_prox[0], curves.gn_prox[1]
@@ -539,7 +540,7 @@ def test_a_larger_batch_costs_as_much_at_5m_as_is_said():
     best = groups.drop_duplicates(["method", "batch"])
     losses = best.pivot(index="method", columns="batch", values="loss")
     bound, at_400k, at_1200k, at_4m, at_12m = (losses[batch] for batch in sorted(losses))
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     rises = (at_4m - at_400k).map("{:.3f}".format)
     of_baselines = f"the loss of SOAP rises by {rises.soap}, that of Muon by {rises.muon}, that of"
     assert f"{of_baselines} full Gauss-Newton by {rises.gn} and that of" in words
@@ -616,7 +617,7 @@ def test_a_larger_batch_takes_as_much_time_as_is_said():
             seconds[group.method, group.batch] = total
             cells[group.method, group.batch] = f"{total:.0f} ({until[-1]['step']})"
 
-    text = (pages.ROOT / "RESULTS.md").read_text(encoding="utf-8")
+    text = (pages.ROOT / "docs/results-5m.md").read_text(encoding="utf-8")
     names = {"gn": "Gauss-Newton", "gn_prox": "GN-prox-linear", "muon": "Muon", "soap": "SOAP"}
     batches = (393_216, 1_196_032, 3_997_696, 11_993_088)
     for method, name in names.items():
@@ -625,7 +626,7 @@ def test_a_larger_batch_takes_as_much_time_as_is_said():
         of_method = {batch: seconds[key, batch] for key, batch in seconds if key == method}
         assert min(of_method, key=of_method.get) == batches[0]  # "take the least time"
 
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     of_ten = {name: first[name, batches[0]] for name in names}
     ten, next_ten = (
         "{:.1f}, {:.1f}, {:.1f} and {:.1f} s".format(*[pair[i] for pair in of_ten.values()])
@@ -658,7 +659,7 @@ def test_a_larger_batch_takes_as_much_time_as_is_said():
     for method in ("soap", "muon"):
         runs = runs_of(grids, method=method, schedule="constant")
         at_12m.append(min(run["rows"][-1]["step"] for run in runs))
-    said = f"SOAP from {soap_at_1m} to {at_12m[0]} and Muon from {muon_at_1m} to {at_12m[1]} (one"
+    said = f"SOAP goes from {soap_at_1m} to {at_12m[0]} and Muon from {muon_at_1m} to {at_12m[1]}."
     assert said in words
     (readme,) = words_of("README.md")
     assert f"Gauss-Newton {gn}, Muon {muon}, prox-linear {prox} s and SOAP {soap} (one" in readme
@@ -666,7 +667,7 @@ def test_a_larger_batch_takes_as_much_time_as_is_said():
 
 def test_float32_makes_as_little_difference_as_is_said():
     file = "results/5m-12m-dtypes.jsonl"
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
 
     def in_both(**flags):
         return [the_run_of(file, dtype=dtype, **flags)["rows"] for dtype in ("bfloat16", "float32")]

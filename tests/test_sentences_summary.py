@@ -1,7 +1,7 @@
 """The tables of steps and seconds under "In short" in RESULTS.md are what the logs give."""
 
 import pytest
-from sentences import groups_of, range_of, runs_of, steps_by_seed, sum_of_steps, words_of
+from sentences import groups_of, range_of, runs_of, steps_by_seed, sum_of_steps, words_of_results
 
 import comparison
 
@@ -9,7 +9,7 @@ FIVE_M = {"lr": 0.003, "b2": 0.999}  # the setting of full Gauss-Newton at 12m t
 PLAIN = {"average": 0.0, "inner_epochs": 1}  # on 45m at 4m: a line search to θ, and one pass
 TO_TARGETS = {  # the row of a table: the file, the target, and flags of the methods that need some
     "`5m`, 12m, 3.21": ("5m-12m", 3.21, {"gn": FIVE_M}),
-    "[from a lower start](#5m-steps-of-12m-tokens-from-a-lower-loss), 3.1": (
+    "[from a lower start](docs/results-5m.md#steps-of-12m-tokens-from-a-lower-loss), 3.1": (
         "5m-12m-late",
         3.1,
         {"gn_prox": {"steps": 6}},
@@ -43,14 +43,14 @@ def cells_of(row, number_of):
 
 @pytest.mark.parametrize("row", TO_TARGETS)
 def test_so_many_steps_are_needed_to_a_target(row):
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     cells = cells_of(row, lambda runs: span([run["rows"][-1]["step"] for run in runs]))
     assert f"| {row} | {cells} |" in words
 
 
 @pytest.mark.parametrize("row", TO_TARGETS)
 def test_the_steps_take_so_many_seconds_and_kilojoules(row):
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
 
     def range_of_sums(runs, name, unit):
         sums = [sum_of_steps(run, name) / unit for run in runs]
@@ -60,7 +60,9 @@ def test_the_steps_take_so_many_seconds_and_kilojoules(row):
     def costs(runs):
         return f"{range_of_sums(runs, 'seconds', 1)} ({range_of_sums(runs, 'joules', 1000)})"
 
-    name = row.replace("](#5m-steps-of-12m-tokens-from-a-lower-loss)", "").replace("[", "")
+    name = row.replace("](docs/results-5m.md#steps-of-12m-tokens-from-a-lower-loss)", "").replace(
+        "[", ""
+    )
     assert f"| {name} | {cells_of(row, costs)} |" in words
 
 
@@ -75,7 +77,7 @@ def test_so_many_steps_are_needed_to_the_last_loss_of_soap(row, file):
         steps = comparison.count_steps_to_loss_of(asked, best, group)
         assert len(steps) == 3
         cells.append(span(steps.values()))
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     assert f"| {row}, SOAP's last | {' | '.join(cells)} | - |" in words
 
 
@@ -85,9 +87,9 @@ def test_the_layerwise_form_of_45m_is_no_slower_than_is_said():
     layerwise = steps_by_seed("results/45m.jsonl", [1, 2, 3], 4.1, method="layerwise_gn")
     ratios = [many / few for many, few in zip(layerwise, gn, strict=True)]
     assert min(layerwise) <= max(gn)
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     said = f"{min(ratios):.1f} to {max(ratios):.1f}"
-    assert f"{said} on `45m` at 4m, which is no difference |" in words
+    assert f"{said} on `45m` at 4m, which is no difference." in words
     assert f"needs 10 or 11 steps**, {said} times as many as full Gauss-Newton, which is" in words
     assert {*gn} == {*layerwise} == {10, 11}
 
@@ -113,7 +115,7 @@ def test_the_summary_is_true_of_all_of_these():
     of_prox = []
     for row in ("`5m`, 12m, 3.21", "`45m`, 4m, 4.1", "`45m`, 12m, 4.1"):
         of_prox += ratios(row, "gn_prox", "gn")
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     assert f"need 2.8 to {max(to_soap):.1f} times fewer steps than SOAP, the best" in words
     of_gn = [ratio for row in TO_TARGETS for ratio in ratios(row, "soap", "gn")]
     assert f"alone needs {min(of_gn):.1f} to {max(of_gn):.1f} times fewer (paper: 5.4)" in words
@@ -148,6 +150,6 @@ def test_full_gauss_newton_is_at_the_last_loss_of_the_layerwise_form_as_early_as
         assert len(ratios) == 3
         said[file] = sorted({f"{ratio:.2f}" for ratio in ratios})
     assert said == {"tiny": ["1.25", "1.33"], "5m": ["1.25"]}
-    (words,) = words_of("RESULTS.md")
-    assert "1.25 to 1.33 times as many on `tiny` and 1.25 on `5m`;" in words
+    words = words_of_results()
+    assert "needs 1.25 to 1.33 times fewer on `tiny` and 1.25 on `5m`." in words
     assert "1.25 to 1.33 times as many to its own last loss on `tiny` and on `5m` at 4m" in words

@@ -12,6 +12,7 @@ from sentences import (
     the_run_of,
     was_refused,
     words_of,
+    words_of_results,
 )
 
 import comparison
@@ -30,7 +31,7 @@ def test_it_takes_so_many_times_fewer_steps_than_the_best_baseline():
         if group.method in FAMILY:
             steps = comparison.count_steps_to_loss_of(asked, rival, group)
             ratios += [its_steps[seed] / steps[seed] for seed in (0, 1, 2)]
-    for words in words_of("README.md", "RESULTS.md"):
+    for words in (*words_of("README.md"), words_of_results()):
         assert f"{min(ratios):.2g} to {max(ratios):.2g} times fewer steps" in words
 
 
@@ -46,7 +47,7 @@ def test_variants_of_gauss_newton_end_as_near_to_it_as_is_said():
     gn, prox, layerwise = (groups[groups.method == method].iloc[0] for method in FAMILY)
     assert prox.lowest < gn.highest and gn.lowest < prox.highest
     assert layerwise.lowest > gn.highest
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     assert f"ends {layerwise.loss - gn.loss:.3f} higher, which counts as a difference" in words
 
 
@@ -62,7 +63,7 @@ def test_the_runs_on_another_machine_end_as_near_as_is_said():
     assert len(differences) == 6
     assert differences[FAMILY].max() <= 0.0003
     assert differences.max() <= 0.003
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     assert "at most 0.0003 with the three Gauss-Newton methods, and by at most 0.003" in words
 
 
@@ -76,7 +77,7 @@ def test_where_an_inner_loop_starts_and_how_often_it_reads_matters_as_is_said():
     assert f"is {losses[True, 1]:.3f} instead of {losses[False, 1]:.3f}: the paper's" in words
     assert f"it is {losses[False, 2]:.3f}, and with both changes {losses[True, 2]:.3f}." in words
     assert f"No two seeds of a variant differ by more than {widest:.3f}" in words
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     costs = [f"{losses[True, n] - losses[False, n]:.3f}" for n in (1, 2)]
     assert f"costs {costs[0]} with one pass and {costs[1]} with two." in words
     gains = [f"{losses[restart, 1] - losses[restart, 2]:.3f}" for restart in (False, True)]
@@ -86,7 +87,7 @@ def test_where_an_inner_loop_starts_and_how_often_it_reads_matters_as_is_said():
 def test_tiny_needs_its_line_search_as_is_said():
     """At the best learning rate with one; at a smaller one, it does without, and ends higher."""
     asked, groups = groups_of("results/tiny-line-search.jsonl")
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     usual = find_group(groups, "gn", line_search=5)
     rows = asked.table
     for group in groups.itertuples():
@@ -112,7 +113,7 @@ def test_tiny_needs_its_line_search_as_is_said():
 def test_a_line_search_to_the_mean_of_inner_iterates_does_as_is_said():
     """At three seeds, but for learning rate 0.06 and other decays, which have seed 0."""
     file = "results/tiny-average.jsonl"
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
 
     def losses_of(lr, average, step):
         """At seeds 0, 1 and 2, or at 0 alone."""
@@ -174,7 +175,7 @@ def errors_of_stand_ins(at="1", **flags):
 def test_the_stand_ins_are_as_wrong_on_tiny_as_is_said():
     """At θ and half the way to it, with a line search."""
     network, loss = errors_of_stand_ins(alphas="")
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     of_both = f"L - L1 is {extremes(network.loc[1])} nats, and L1 - L2 is {extremes(loss.loc[1])}."
     assert of_both in words
     assert (loss.loc[1].to_numpy() > network.loc[1].to_numpy()).sum() == 2
@@ -189,7 +190,7 @@ def test_the_stand_ins_are_as_wrong_on_tiny_as_is_said():
 
 def test_whole_steps_on_tiny_fail_by_the_expansion_of_the_loss():
     network, loss = errors_of_stand_ins(alphas="1")
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     assert f"In the second step, L1 - L2 is {extremes(loss.loc[2])} nats. In the fourth" in words
     fourth = [run["rows"][4] for run in runs_of("results/tiny-stand-ins.jsonl", alphas="1")]
     assert all(row["quadratic_at_1"] < 0 for row in fourth)
@@ -204,7 +205,7 @@ def test_a_larger_batch_costs_as_much_as_is_said():
     best = groups.drop_duplicates(["method", "batch"])
     losses = best.pivot(index="method", columns="batch", values="loss")
     rises = (losses[262_144] - losses[32_768]).map("{:.3f}".format)
-    (words,) = words_of("RESULTS.md")
+    words = words_of_results()
     assert f"full Gauss-Newton rises by {rises.gn}, that of prox-linear by {rises.gn_prox}" in words
     assert f"that of layerwise by {rises.layerwise_gn}. The losses" in words
     assert f"AdamW rise by {rises.soap}, {rises.muon} and {rises.adamw}." in words
