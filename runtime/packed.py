@@ -30,7 +30,7 @@ USUAL_SETTINGS = {
 }
 
 # How many digits are kept of numbers whose names begin so. No more are ever shown of them.
-DIGITS = {"seconds": 3, "joules": 3, "norm_": 3, "inner_loss": 5, "loss_at_": 5}
+DIGITS = {"seconds": 3, "joules": 3, "norm_": 3, "train_loss": 5, "inner_loss": 5, "loss_at_": 5}
 DIGITS_OF_OTHERS = 6
 
 

@@ -10,6 +10,7 @@ import pytest
 from conftest import AS_A_USER, COMMAND, run, without_time
 from logs import Run
 
+import data
 import experiments
 import recipe
 import train
@@ -201,8 +202,10 @@ def test_a_run_that_is_older_than_a_flag_is_not_made_again(two_rates):
     assert experiments.is_same({"config": config}, worked_out)
 
 
-def test_time_that_is_up_ends_the_command(tmp_path):
+def test_time_that_is_up_ends_the_command(tmp_path, monkeypatch):
     """train.py saves its run. The status is 0, as all went as was asked."""
+    monkeypatch.chdir(tmp_path)
+    data.prepare("stdlib", tokenizer("bytes"), 1)  # so that the time is up within a run
     command = [sys.executable, ROOT / "experiments.py", "tiny", "--minutes", "0.05"]
     pipes = {"capture_output": True, "text": True}
     done = subprocess.run(command, cwd=tmp_path, env=AS_A_USER, timeout=120, **pipes)
