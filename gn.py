@@ -61,8 +61,7 @@ class Config(BaseConfig):
     # constant+inner cosine | global cosine | global+inner cosine | constant (Appendix D)
     schedule: str = "constant+inner cosine"
     warmup: float = 0.0  # fraction of the run in which lr rises linearly (App. H: 0 or 0.2)
-    # the same, of each outer step's inner steps; constant+inner cosine only (App. H: 0 or 0.2)
-    inner_warmup: float = 0.0
+    inner_warmup: float = 0.0  # the same, of each outer step's inner steps (App. H: 0 or 0.2)
     inner: str = "muon"  # muon | adamw: the inner optimizer (Section 5.1)
     momentum: float = 0.95  # decay of Muon's running mean of gradients, per inner step (App. H)
     # decay of the running mean of g², per inner step, in AdamW and in what Muon leaves to Adam
@@ -86,11 +85,6 @@ class Config(BaseConfig):
         super().__post_init__()
         if self.average is None:  # a copy by `replace` keeps what it becomes here
             object.__setattr__(self, "average", 0.0 if self.line_search else 0.999)
-        # Other schedules have no inner warm-up. Where JAX copies a Config, this field is a tracer,
-        # which has no value yet; then this was done when the Config was made.
-        is_number = isinstance(self.inner_warmup, int | float)
-        if is_number and self.schedule != "constant+inner cosine":
-            object.__setattr__(self, "inner_warmup", 0.0)
 
     @property
     def passes(self):

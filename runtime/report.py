@@ -111,7 +111,6 @@ REASONS = {
     "tokenizer": "the digest of its file is part of it",
     "vocab_size": "the tokenizer has so many ids",
     "line_search": "--alphas has the step sizes",
-    "inner_warmup": "only --schedule 'constant+inner cosine' has one",
 }
 
 

@@ -85,7 +85,6 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("gn.py", "the cosine falls during the warm-up", "(t + k / loop_steps) / outer_steps, config.warmup)", "(t + k / loop_steps) / outer_steps, 0)"),
     ("gn.py", "the inner cosine falls during the inner warm-up", "progress(k / loop_steps, config.inner_warmup)", "progress(k / loop_steps, 0)"),
     ("gn.py", "the learning rate falls in the first pass", "    loop_steps = config.loop_steps\n", "    loop_steps = config.inner_steps\n"),
-    ("gn.py", "an inner warm-up under any schedule", 'if is_number and self.schedule != "constant+inner cosine":\n', "if False:\n"),
     ("gn.py", "a cosine over the run that any length would do", 'return self.schedule.startswith("global") or self.warmup > 0', "return self.warmup > 0"),
     ("gn.py", "a warm-up that any length would do", 'return self.schedule.startswith("global") or self.warmup > 0', 'return self.schedule.startswith("global")'),
     ("gn.py", "the lr in the log is the last inner step's", '"lr": learning_rate(state.t, 0, config)', '"lr": learning_rate(state.t, config.inner_steps - 1, config)'),

@@ -524,15 +524,9 @@ def test_warm_up_fractions():
         (rates(schedule="constant", warmup=0.5), rise),
         (rates(schedule="global cosine", warmup=0.5), rise * fall),
         (rates(schedule="constant+inner cosine", inner_warmup=0.5), inner),
+        (rates(schedule="constant", inner_warmup=0.5), [1 / 2, 1] * 3),
     ):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
-
-
-def test_an_inner_warm_up_belongs_to_one_schedule():
-    """Appendix H: the others have none, whatever is asked."""
-    for schedule in gn.SCHEDULES:
-        config = config_of(TOY, schedule=schedule, inner_warmup=0.5)
-        assert config.inner_warmup == (0.5 if schedule == "constant+inner cosine" else 0.0)
 
 
 def test_with_more_passes_the_learning_rate_falls_over_all_of_them():
