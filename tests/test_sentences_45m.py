@@ -20,6 +20,13 @@ SEEDS = [1, 2, 3]
 PLAIN = {"method": "gn", "average": 0.0, "inner_epochs": 1}  # a line search to θ, and one pass
 USUAL = PLAIN | {"lr": 0.01, "line_search": 5, "steps": 12, "damping": 0.0, "restart": False}
 IN_LOOPS = "constant+inner cosine"
+NAMES = {
+    "gn": "full Gauss-Newton",
+    "gn_prox": "prox-linear",
+    "layerwise_gn": "layerwise",
+    "soap": "SOAP",
+    "muon": "Muon",
+}
 ONE_PASS = {"gn": {"inner_epochs": 1}, "layerwise_gn": {}}
 
 
@@ -125,11 +132,8 @@ def test_the_settings_at_45m_do_as_is_said():
     assert f"SOAP planned for 30 steps {ends}" in words
     assert f"without it, they are at {steady[0]} and {steady[1]}." in words
 
-    assert f"{len(runs_of(file, method='gn'))} of full Gauss-Newton were tried, 7 of" in words
-    others = ("gn_prox", "soap", "muon", "layerwise_gn")
-    tried = [len(runs_of(file, method=method)) for method in others]
-    numbers = f"{tried[0]} of prox-linear, {tried[1]} of SOAP, {tried[2]} of Muon, and {tried[3]}"
-    assert f"{numbers} of the layerwise form." in words
+    for method, name in NAMES.items():
+        assert f"| {name} | {len(runs_of(file, method=method))} | learning rate" in words
 
 
 def test_planned_lengths_and_warm_ups_at_45m_do_as_is_said():
@@ -336,13 +340,17 @@ def test_the_runs_at_45m_with_12m_tokens_do_as_is_said():
     for average in (0.0, 0.99):
         run = the_run_of(grids, **in_loops, lr=0.006, average=average)
         ends.append(run["rows"][-1]["val_loss"])
-    assert f"without the mean, and ends {ends[0] - ends[1]:.4f} higher." in words
+    assert f"needs as many steps with seed 0, and ends {ends[0] - ends[1]:.4f} higher." in words
     read = np.mean([run["rows"][-1]["tokens"] for run in runs_of(file, method="gn")])
     assert f"and after {read / 45_363_712:.1f} at 12m" in words
-    numbers = [len(runs_of(grids, method=method)) for method in ("gn", "gn_prox", "soap", "muon")]
-    assert numbers[2:] == [1, 1]
-    said = f"{numbers[0]} of full Gauss-Newton were tried, {numbers[1]} of prox-linear, and"
-    assert f"{said} 1 each of SOAP and Muon, those that are best at 4m." in words
+    for method, setting in (
+        ("gn", "learning rate 0.006, `constant+inner cosine`,"),
+        ("gn_prox", "learning rate 0.006, `global cosine`,"),
+        ("soap", "that of 4m: learning rate 0.005,"),
+        ("muon", "that of 4m: learning rate 0.03,"),
+    ):
+        tried = len(runs_of(grids, method=method))
+        assert f"| {NAMES[method]} | {tried} | {setting}" in words
 
     to_gn, to_prox = ratios_of([8, 8, 8], soap), ratios_of([4, 4, 4], soap)
     said = f"**SOAP needs {range_of(soap)} steps**, {to_gn} times as many as full Gauss-Newton,"
