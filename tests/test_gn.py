@@ -1,4 +1,4 @@
-"""The proof that gn.py moves towards the Gauss-Newton step, δ = -G⁻¹ g.
+"""The proof that gn.py descends L2, whose minimum is at the Gauss-Newton step, δ = -G⁻¹ g.
 
 The argument, in the order of this file. The network is so small that every matrix fits on a page.
 
@@ -16,7 +16,8 @@ The argument, in the order of this file. The network is so small that every matr
 6. The learning rates are those of Appendix D.
 7. The program. It holds no large array, repeats and resumes bit for bit, and compiles once.
 
-test_gn_cg.py shows that gn_cg.py takes exactly this step, and test_bfloat16.py what rounding costs.
+test_gn_cg.py shows that gn_cg.py solves for this step, with damping and without; test_bfloat16.py
+shows what rounding costs.
 Tests named test_fault_N guard against fault N of docs/faults.md.
 """
 
@@ -110,10 +111,10 @@ def test_H_is_the_hessian_of_cross_entropy_and_positive_semidefinite(float64):
         return model.cross_entropy(z[None], jnp.array([y]))
 
     p = softmax(z)
-    H = np.diag(p) - np.outer(p, p)
     close(jax.jit(jax.grad(ell))(z), p - np.eye(11)[y], 1e-12)
-    close(jax.jit(jax.hessian(ell))(z), H, 1e-12)
-    assert np.linalg.eigvalsh(H).min() > -1e-15
+    H = jax.jit(jax.hessian(ell))(z)
+    close(H, np.diag(p) - np.outer(p, p), 1e-12)
+    assert np.linalg.eigvalsh(H).min() > -1e-14
 
 
 # ---- 2. the gradient -----------------------------------------------------------------------------
@@ -134,8 +135,9 @@ def test_gradient_is_g_plus_G_delta_and_value_is_the_quadratic(toy, float64):
 def test_gradient_is_zero_at_the_gauss_newton_step_of_a_dense_solve(float64):
     """∇L2 + λ δ = 0 at δ = -(G + λI)⁻¹ g, and without λ at a solution of G δ = -g.
 
-    G has no inverse here: it is a sum over fewer logits than there are parameters. But g is in its
-    range, so a solution exists (see gn.py's header).
+    G has no inverse here: it is a sum over fewer logits than there are parameters. But a solution
+    exists. For each token p - onehot(y) sums to zero, and the vectors that do are the range of H.
+    So g = JᵀH w for some w, and the range of JᵀH is that of G = JᵀH J.
     """
     params, tokens = random_params(ONE), random_tokens(ONE, 3)
     true = dense(ONE, params, tokens)
@@ -188,7 +190,7 @@ def test_mean_over_inner_batches_is_that_of_the_batch(float64):
 # ---- 3. the inner loop ---------------------------------------------------------------------------
 
 
-BY_HAND = {"momentum": 0.8, "b2": 0.7, "weight_decay": 0.3, "clip": 0.2, "lr": 0.05}
+BY_HAND = {"momentum": 0.8, "b2": 0.7, "weight_decay": 0.3, "clip": 0.2, "lr": 0.2}
 
 
 def by_hand_optimizer(inner, lr, clip=BY_HAND["clip"]):
@@ -200,8 +202,9 @@ def by_hand_optimizer(inner, lr, clip=BY_HAND["clip"]):
 
 
 def hand_settings(config_class, **changes):
-    """Two outer steps of two inner ones."""
-    settings = {"schedule": "global+inner cosine", "average": 0.0} | BY_HAND | changes
+    """Two outer steps of two inner ones, without the guard: no step is refused."""
+    settings = {"schedule": "global+inner cosine", "average": 0.0, "guard": False}
+    settings |= BY_HAND | changes
     return config_class(ONE, 2, 2, **settings)
 
 
@@ -235,7 +238,7 @@ def test_an_inner_step_descends_along_g_plus_G_delta(inner, float64):
 
 
 def test_the_inner_loop_approaches_the_minimum_that_a_dense_solve_finds(float64):
-    """400 Muon steps on one batch come within 1% of the depth of the minimum, at -(G + λI)⁻¹ g."""
+    """400 Muon steps on one batch have 99.9% of the depth of the minimum, at -(G + λI)⁻¹ g."""
     params, batch = random_params(ONE), random_tokens(ONE, 8)
     no_search = {"line_search": 0, "average": 0.0}
     config = config_of(ONE, inner_steps=400, weight_decay=0.0, damping=0.1, lr=0.03, **no_search)
@@ -248,7 +251,7 @@ def test_the_inner_loop_approaches_the_minimum_that_a_dense_solve_finds(float64)
         return -(true.g @ step + step @ M @ step / 2)
 
     deepest = depth(-np.linalg.solve(M, true.g))
-    assert 0.99 * deepest < depth(flat(state.params) - flat(params)) <= deepest
+    assert 0.999 * deepest < depth(flat(state.params) - flat(params)) <= deepest
 
 
 # ---- 4. the move ---------------------------------------------------------------------------------
@@ -262,8 +265,14 @@ def inside_an_outer_step(params, config, seed=1):
     mean = None
     if state.theta_mean is not None:
         mean = add(params, change_of(params, seed=seed + 10))
-    losses = state.losses + 5
-    return state._replace(theta=theta, theta_mean=mean, opt=opt, k=jnp.int32(2), losses=losses)
+    return state._replace(
+        theta=theta,
+        theta_mean=mean,
+        opt=opt,
+        k=jnp.int32(2),
+        losses=state.losses + 5,
+        inner_losses=state.inner_losses + 7,
+    )
 
 
 def test_a_move_changes_theta_t_and_the_inner_iterate_goes_on(float64):
@@ -280,7 +289,10 @@ def test_a_move_changes_theta_t_and_the_inner_iterate_goes_on(float64):
 
 @pytest.mark.parametrize("average", [0.0, 0.6])
 def test_a_restart_begins_at_theta_t_with_an_optimizer_that_has_seen_nothing(float64, average):
-    """--restart true: each inner loop starts from θ_{t+1}, as a run would; its decay is kept."""
+    """With --restart true, the next inner loop starts from θ_{t+1}, as a new run would.
+
+    θ_{t+1} has decayed as it does without a restart.
+    """
     config = config_of(TOY, restart=True, parameter_weight_decay=0.1, average=average)
     before = inside_an_outer_step(random_params(TOY), config)
     after = gn.move(before, 0.25, config)
@@ -401,6 +413,8 @@ def outer_steps_by_hand(params, config, value_and_grad, clipped=None):
         row |= norms_by_hand(add(mean, theta0, -1))
         row["lr"] = BY_HAND["lr"] * half_cosine(t / 2)
         theta0, of_search = searched_by_hand(theta0, mean, fresh, config)
+        if t == 0 and config.line_search:
+            assert of_search["alpha"] < 1  # else θ_{t+1} would be where the loop ended
         if config.restart:
             theta, mean = theta0, theta0
             opt = by_hand_optimizer("muon", 0.0).init(params)
@@ -427,12 +441,10 @@ def searched_by_hand(theta0, theta, fresh, config):
     """θ_{t+1}, and the metrics of the line search."""
     if not config.line_search:
         return theta, {}
+    assert not config.guard  # what a refused step does is tested above
     grid = [2 ** (-i / 2) for i in range(config.line_search)]
-    if config.guard:
-        grid = [0.0, *grid]
     on_fresh = losses_by_hand(theta0, theta, fresh, grid=grid, network=ONE).mean(axis=0)
     alpha = grid[int(np.argmin(on_fresh))]
-    assert alpha > 0  # what a refused step does is tested above
     row = {f"loss_at_{a:.4g}": loss for a, loss in zip(grid, on_fresh, strict=True)}
     return add(theta0, add(theta, theta0, -1), alpha), row | {"alpha": alpha}
 
@@ -461,10 +473,10 @@ def assert_update_is_by_hand(method, config, value_and_grad, clipped=None):
     "changes",
     [
         {},
-        {"inner_epochs": 2, "guard": False},
-        {"restart": True, "guard": False},
-        {"average": 0.6, "guard": False},
-        {"average": 0.6, "restart": True, "guard": False},
+        {"inner_epochs": 2},
+        {"restart": True},
+        {"average": 0.6},
+        {"average": 0.6, "restart": True},
     ],
     ids=["plain", "epochs", "restart", "average", "average restart"],
 )
@@ -525,6 +537,7 @@ def test_warm_up_fractions():
         (rates(schedule="global cosine", warmup=0.5), rise * fall),
         (rates(schedule="constant+inner cosine", inner_warmup=0.5), inner),
         (rates(schedule="constant", inner_warmup=0.5), [1 / 2, 1] * 3),
+        (rates(schedule="constant", warmup=0.5, inner_warmup=0.5), rise * np.array([1 / 2, 1] * 3)),
     ):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 

@@ -45,12 +45,13 @@ def explicit_value_and_grad(network, theta0, delta, tokens):
 
 
 def test_gradient_is_that_of_the_explicit_convex_objective(float64):
-    """ℓ(z + J δ) and its gradient in δ, for a δ of any size, to 1e-10."""
+    """ℓ(z + J δ) and its gradient in δ, for a small δ and a large one, to 1e-10."""
     params, tokens = random_params(TOY), random_tokens(TOY, 3)
-    delta = change_of(params)
-    found = VALUE_AND_GRAD(params, delta, tokens, config_of(TOY))
-    for a, b in zip(found, explicit_value_and_grad(TOY, params, delta, tokens), strict=True):
-        close(a, b, 1e-10)
+    for scale in (1e-3, 0.3, 10):
+        delta = change_of(params, scale)
+        found = VALUE_AND_GRAD(params, delta, tokens, config_of(TOY))
+        for a, b in zip(found, explicit_value_and_grad(TOY, params, delta, tokens), strict=True):
+            close(a, b, 1e-10)
 
 
 def test_gradient_meets_gauss_newtons_as_delta_shrinks(float64):
@@ -74,9 +75,10 @@ def test_update_is_algorithm_2_written_out(float64):
     assert_update_is_by_hand(gn_prox, config, partial(explicit_value_and_grad, ONE))
 
 
-def test_what_is_evaluated_is_the_average_of_the_inner_iterates(float64):
-    """After n inner steps, of two outer ones: τⁿ θ_0 + (1 - τ) Σ τⁿ⁻ⁱ θ_i."""
-    config = hand_settings(gn_prox.Config, average=0.7)
+@pytest.mark.parametrize("restart", [False, True])
+def test_what_is_evaluated_is_the_average_of_the_inner_iterates(float64, restart):
+    """After n inner steps, of two outer ones: τⁿ θ_0 + (1 - τ) Σ τⁿ⁻ⁱ θ_i. A restart keeps it."""
+    config = hand_settings(gn_prox.Config, average=0.7, restart=restart)
     batches, _ = batches_and_fresh(ONE)
     state = gn_prox.init(random_params(ONE), config)
     iterates = [copied(state.theta)]

@@ -20,7 +20,7 @@ from trees import add, close
 
 import gn
 import recipe
-from line_search import ERRORS, FIRST_LOOK, TIE, between, line_search, race, still_running
+from line_search import between, line_search, race, still_running
 
 
 def test_between_is_the_line_from_theta_t_to_theta(float64):
@@ -201,7 +201,7 @@ def test_the_race_ends_when_one_step_size_is_left(float64):
     """It reads no further batch then, whatever noise the losses of a batch have in common."""
     losses = draw(100, [3.9, 3.5, 3.0, 3.2], noise=0.01, common=1.0)
     alpha, _, read = search(losses)
-    assert (alpha, read) == (0.5, FIRST_LOOK)
+    assert (alpha, read) == (0.5, 8)
     alpha, measured, read = search(losses, race=False)
     assert (alpha, read) == (0.5, 100)
     close(measured, losses.mean(axis=0), 1e-3)
@@ -212,9 +212,9 @@ def test_a_step_size_that_drops_out_is_compared_with_the_best_where_both_ran(flo
     losses = draw(200, [3.9, 3.5, 3.0, 3.01], noise=0.03, common=1.0)
     alpha, measured, read = search(losses)
     assert alpha == 0.5
-    assert FIRST_LOOK < read < 200
+    assert 8 < read < 200
     ran = losses[:read]
-    behind = losses[:FIRST_LOOK] - losses[:FIRST_LOOK, [2]]
+    behind = losses[:8] - losses[:8, [2]]
     best = ran[:, 2].mean()
     until_first_look = best + behind.mean(axis=0)
     close(measured[:3], [until_first_look[0], until_first_look[1], best], 1e-3)
@@ -232,7 +232,7 @@ def test_a_race_that_knows_nothing_reads_everything_and_takes_the_best(float64):
 def test_equals_do_not_race_to_the_end(float64):
     """All the same, and θ_t among them: it stays, and the search ends at the first look."""
     alpha, _, read = search(np.full((40, 4), 3.0))
-    assert (alpha, read) == (0, FIRST_LOOK)
+    assert (alpha, read) == (0, 8)
 
 
 def test_a_race_in_which_no_loss_is_finite_keeps_theta_t(float64):
@@ -258,8 +258,9 @@ losses_of_a_race = st.integers(1, 30).flatmap(
 
 @given(losses_of_a_race, st.floats(-100, 100), st.sampled_from([np.inf, np.nan]), st.data())
 def test_who_stays_in_the_race(columns, shift, bad, data):
-    """The best stays, and who may still be ahead of it by TIE; all others drop out.
+    """The best stays, and who may still be ahead of it; after 8 batches all others drop out.
 
+    It may be if its mean difference from the best, less 4 standard errors, is at most -0.0001.
     Who is not finite is out at once. What all losses of a batch have in common changes nothing.
     """
     losses = np.array(columns).T
@@ -268,11 +269,11 @@ def test_who_stays_in_the_race(columns, shift, bad, data):
     stay = still_running(losses, everyone)
     best = int(losses.mean(axis=0).argmin())
     for i in everyone:
-        may_win = n < FIRST_LOOK or i == best
+        may_win = n < 8 or i == best
         if not may_win:
             behind = losses[:, i] - losses[:, best]
             error = behind.std(ddof=1) / n**0.5
-            may_win = behind.mean() + TIE <= ERRORS * error
+            may_win = behind.mean() + 1e-4 <= 4 * error
         assert (i in stay) == may_win
 
     rounded = np.round(losses, 1)  # exact enough that no comparison tips over
@@ -297,8 +298,9 @@ def race_over(losses):
 
 
 def test_on_recorded_searches_the_race_chooses_what_the_whole_search_does():
-    """In at least 98% of random orders, and elsewhere a loss within 0.001; with an eighth of it.
+    """In at least 98% of random orders; in the others, one whose loss is within 0.001 of it.
 
+    It needs less than an eighth of the evaluations.
     34 searches of a 45m model on an H200: the loss of each of 122 inner batches at 6 step sizes.
     """
     rng = np.random.default_rng(0)
