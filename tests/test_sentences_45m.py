@@ -342,7 +342,7 @@ def test_the_runs_at_45m_with_12m_tokens_do_as_is_said():
         ends.append(run["rows"][-1]["val_loss"])
     assert f"needs as many steps with seed 0, and ends {ends[0] - ends[1]:.4f} higher." in words
     read = np.mean([run["rows"][-1]["tokens"] for run in runs_of(file, method="gn")])
-    assert f"and after {read / 45_363_712:.1f} at 12m" in words
+    assert f"after {read / 45_363_712:.1f} at 12m, and after" in words
     for method, setting in (
         ("gn", "learning rate 0.006, `constant+inner cosine`,"),
         ("gn_prox", "learning rate 0.006, `global cosine`,"),
@@ -523,3 +523,84 @@ def test_more_passes_do_as_is_said_at_45m():
     assert steps == [7, 7, 7, 8]
     nine = the_run_of(grids, method="gn_prox", lr=0.01, average=0.99, steps=9)["rows"][-1]
     assert nine["step"] == 8
+
+
+def test_the_runs_at_45m_with_40m_tokens_do_as_is_said():
+    """One seed; all settings of a method need as many steps."""
+    file = "results/45m-40m.jsonl"
+    words, (readme,) = words_of_results(), words_of("README.md")
+    steps, times_read, tried = {}, {}, {}
+    for method in ("gn", "gn_prox", "soap", "muon"):
+        runs = runs_of(file, method=method, seed=0)
+        (steps[method],) = {run["rows"][-1]["step"] for run in runs}
+        assert all(run["rows"][-1]["val_loss"] <= 4.1 for run in runs)
+        times_read[method] = max(run["rows"][-1]["tokens"] for run in runs) / 184e6
+        tried[method] = len(runs)
+    gn, prox, soap, muon = steps.values()
+    assert f"needs {gn} steps, prox-linear {prox}, SOAP {soap} and Muon {muon}.**" in words
+    assert f"with 40m tokens, {gn}, {prox}, {soap} and {muon} (one seed)." in readme
+    assert f"needs {soap / gn:.1f} times fewer steps than SOAP, and {muon / gn:.1f} times" in words
+    assert f"Prox-linear needs {soap / prox:.1f} and {muon / prox:.1f} times fewer." in words
+    assert f"| 3.8 to 4.0 | {soap / gn:.1f} |" in words  # the table of ratios
+    assert f"| 5.0, one seed | {muon / gn:.1f} |" in words
+    assert f"| 7.5 to 8.0 | {soap / prox:.1f} |" in words
+    for method, count in tried.items():
+        start = "that of 4m: learning" if count == 1 else "learning"
+        assert f"| {NAMES[method]} | {count} | {start} rate" in words
+
+    said = f"SOAP reads the text {times_read['soap']:.1f} times, and Muon {times_read['muon']:.1f}"
+    assert f"{said} times.** Full Gauss-Newton reads it {times_read['gn']:.1f} times," in words
+    assert times_read["gn_prox"] < 1  # "reads none of it twice"
+    (lowest,) = runs_of(file, method="gn", lr=0.002)
+    read = lowest["rows"][-1]["tokens"] / 45_363_712
+    assert f"after 2.5 at 12m, and after {read:.1f} at 40m." in words
+
+
+def test_larger_batches_at_45m_save_as_many_steps_as_is_said():
+    """With seed 0, at the best setting of each method; of full Gauss-Newton's, with one pass."""
+    words = words_of_results()
+    steps = {}
+    for batch, file in (("4m", "45m-grids"), ("12m", "45m-12m-grids"), ("40m", "45m-40m")):
+        for method in ("gn", "gn_prox", "soap", "muon"):
+            one_pass = ONE_PASS.get(method, {})
+            runs = runs_of(f"results/{file}.jsonl", method=method, seed=0, **one_pass)
+            ended = [run["rows"][-1] for run in runs]
+            steps[batch, method] = min(row["step"] for row in ended if row["val_loss"] <= 4.1)
+        cells = [steps[batch, method] for method in ("gn", "gn_prox", "soap", "muon")]
+        ratio = f"{cells[2] / cells[0]:.1f}"
+        assert f"| {batch} | {' | '.join(map(str, cells))} | {ratio} |" in words
+    ratios = [f"{steps[batch, 'soap'] / steps[batch, 'gn']:.1f}" for batch in ("4m", "12m", "40m")]
+    said = f"needs {ratios[0]}, {ratios[1]} and {ratios[2]} times fewer steps than SOAP (seed 0)."
+    assert said in words
+    saved = {}
+    for method in ("gn", "gn_prox", "soap", "muon"):
+        saved[method] = f"{steps['4m', method] / steps['40m', method]:.1f}"
+    said = f"full Gauss-Newton needs {saved['gn']} times fewer steps and prox-linear"
+    said += f" {saved['gn_prox']} times, SOAP and Muon {saved['soap']} times."
+    assert said in words and saved["soap"] == saved["muon"]
+    assert f"From 4m to 40m, it is {saved['gn']} and {saved['gn_prox']} times (seed 0)." in words
+    goes = "full Gauss-Newton goes from {} steps to {} and prox-linear from {} to {};"
+    goes += " SOAP goes from {} to {} and Muon from {} to {}."
+    of_both = []
+    for method in ("gn", "gn_prox", "soap", "muon"):
+        of_both += [steps["4m", method], steps["40m", method]]
+    assert f"From 4m to 40m (seed 0), {goes.format(*of_both)}" in words
+
+
+def test_inner_loops_at_45m_with_40m_tokens_go_as_far_as_is_said():
+    file = "results/45m-40m.jsonl"
+    words = words_of_results()
+    small, large = (the_run_of(file, method="gn", lr=lr)["rows"][1:] for lr in (0.002, 0.004))
+    alphas = [f"{row['alpha']:.2f}" for row in small]
+    assert alphas == ["0.25", *4 * ["0.35"], "0.71"]
+    assert f"at θ is {small[0]['loss_at_1']:.0f} after the first loop, and the line search" in words
+    assert "takes 0.25 of the way, then 0.35 four times, and 0.71 at the end." in words
+    *early, last = [row["alpha"] for row in large]
+    said = f"at θ is {large[0]['loss_at_1']:.0f}, and the line search takes {extremes(early)},"
+    assert f"{said} and {last:.2f} at the end." in words
+    first = {}
+    for lr in (0.003, 0.006):
+        rows = the_run_of(file, method="gn_prox", lr=lr, steps=4)["rows"]
+        first[lr] = f"{rows[1]['val_loss']:.2f}"
+    said = f"with learning rate 0.006**, to {first[0.006]}, and lowers it to {first[0.003]} with"
+    assert said in words
