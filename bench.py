@@ -15,7 +15,6 @@ import json
 import re
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ import gn
 import model
 from kernels import choice
 from recipe import METHODS
-from runtime import checkpoint, flags, memory, parallel
+from runtime import checkpoint, files, flags, memory, parallel
 from runtime.command import blaming_input, check_stopped, command
 
 
@@ -55,6 +54,8 @@ class Config:
         flags.check_range(self, counts, least=1)
         if self.json and Path(self.json).exists():
             raise ValueError(f"--json {self.json} exists")
+        if self.json:
+            files.check_writable(Path(self.json).parent)  # now, not when all is measured
 
 
 class Products(NamedTuple):
@@ -327,25 +328,6 @@ def opening(about):
     return f"{', '.join(parts)}; one large product: {rate}"
 
 
-@contextmanager
-def reserved(path):
-    """Makes a file, and its folder, before anything is measured. It is removed if it stays empty.
-
-    Raises OSError if that cannot be. An empty path stands for no file.
-    """
-    if not path or jax.process_index() > 0:
-        yield
-        return
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch(exist_ok=False)
-    try:
-        yield
-    finally:
-        if path.stat().st_size == 0:
-            path.unlink()
-
-
 def find_rows(config, network, mesh, batches):
     """The rows that are asked for. Raises ValueError if there are none."""
     names = [name for name in config.rows.split(",") if name] or [""]
@@ -384,7 +366,7 @@ def run(config, network, mesh, chosen):
     """
     choice.choose(network, model.shapes(network))
     results = []
-    with reserved(config.json), jax.set_mesh(mesh):
+    with jax.set_mesh(mesh):
         rate = matmul_rate(network.dtype, mesh.size)
         about = describe(config, network, mesh, rate)
         print(opening(about), HEADER, sep="\n")
@@ -404,7 +386,8 @@ def run(config, network, mesh, chosen):
 
 
 def write(path, data):
-    """Writes data as JSON."""
+    """Writes data as JSON, into a folder that need not be there."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     checkpoint.write_text(path, json.dumps(data, indent=1))
 
 

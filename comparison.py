@@ -15,11 +15,11 @@ line search. Where --tokens was given in place of --steps, they are just that nu
 The best setting of a method and batch is found within one comparison. With a target loss, it is the
 group that takes the fewest steps to it, a mean over seeds; of equals the one that reads the fewest
 tokens, then the one with the smallest last loss. Without a target it is the group with the smallest
-mean final loss. Three kinds of groups come after all others. From the very last upwards, they are:
+mean final loss. Three kinds of groups come after all others, in this order:
 
-- groups with a run that diverged;
+- groups with a run that does not come to the target;
 - groups whose runs are all unfinished (of other groups, unfinished runs do not count);
-- groups with a run that does not come to the target.
+- groups with a run that diverged.
 
 Runs to a target compete whatever their planned length is: where the learning rate depends on the
 length, it is a setting like others.
@@ -254,7 +254,7 @@ def work_out(flags, steps_done):
     task = [(flags | worked_out).get(name) for name in TASK]
     # Neither the name of the text nor that of the folder matters, if the text is the same.
     setting = {name: value for name, value in flags.items() if name not in UNCOUNTED}
-    setting["data"] = files.digest(flags.get("corpus", flags["data"]))[:6]
+    setting["data"] = files.digest(flags["corpus"])[:6]
     worked_out["setting"] = setting
     worked_out["task"] = files.digest(task)
     worked_out["group"] = files.digest(sorted((setting | {"seed": None}).items()))
@@ -263,22 +263,16 @@ def work_out(flags, steps_done):
 
 
 def held_out_of(flags):
-    """The hash of the text that the evaluations of a run read.
-
-    It is the name of the text if the run is older than hashes.
-    """
-    corpus = flags.get("corpus", flags["data"])
-    return corpus["val"] if isinstance(corpus, dict) else corpus
+    """The hash of the text that the evaluations of a run read."""
+    return flags["corpus"]["val"]
 
 
 def find_length(flags):
     """The tokens of a run's outer steps, as planned; NaN if it runs until its target."""
-    steps, batch, tokens = flags["steps"], flags["batch"], flags["tokens"]
-    if steps is None:
+    if flags["steps"] is None:
         return float("nan")
-    if tokens and steps == max(1, round(tokens / batch)):
-        return float(tokens)  # the steps follow from them
-    return float(steps * batch)
+    # A run has `tokens` only where its steps follow from them.
+    return float(flags["tokens"] or flags["steps"] * flags["batch"])
 
 
 # ---- comparisons ---------------------------------------------------------------------------------
@@ -302,10 +296,9 @@ def split_tasks(table):
         first = rows.iloc[0]
         name = f"{first.model}-{first.text}-{Path(str(first.tokenizer)).stem}"
         name = re.sub(r"[^\w.-]", "_", name)
-        taken = [other for other in tasks if other == name or other.startswith(f"{name}-")]
-        if taken:
-            name += f"-{len(taken) + 1}"
-        tasks[name] = rows
+        numbered = (f"{name}-{number}" for number in itertools.count(2))
+        free = (other for other in itertools.chain([name], numbered) if other not in tasks)
+        tasks[next(free)] = rows
     return tasks
 
 
@@ -443,7 +436,7 @@ def keep_best(comparison):
 
 
 def keep_groups(comparison, groups):
-    """The rows of the runs that count of some groups, in the order of METHODS and by batch.
+    """The rows of the runs that some groups list in `runs`, in the order of METHODS and by batch.
 
     With a target, the rows after it is reached are left out.
     """

@@ -16,7 +16,6 @@ such as one for each GPU: each takes the next run that no other is training.
 """
 
 import argparse
-import json
 import os
 import shlex
 import signal
@@ -228,7 +227,7 @@ EXPERIMENTS["5m-target"] = Experiment(
     "How many steps of 4m tokens do four methods need to a loss of 3.21?",
     FIVE_M_4M,
     f"""
-{FIVE_M_GN} --schedule 'global cosine' --steps 10 --inner-epochs 1,2
+{FIVE_M_GN} --schedule 'global cosine' --steps 10 --lr 0.01 --inner-epochs 1,2
 {FIVE_M_PROX} --average 0 --lr 0.006 --steps 10
 {FIVE_M_SOAP} --lr 0.003 --target-loss 3.21 --steps 150
 {FIVE_M_MUON} --average 0.4 --lr 0.03 --target-loss 3.21 --steps 300
@@ -471,7 +470,7 @@ EXPERIMENTS["45m-40m"] = Experiment(
 )
 
 
-# Flags that do not count where a saved run is compared with a command. Of a text, its hash counts.
+# Flags that do not count where a saved run is compared with a command. `check_text` compares texts.
 NOT_COMPARED = (*recipe.MAY_DIFFER, "data")
 
 
@@ -527,14 +526,8 @@ def find_missing(jobs, saved_runs):
 def is_same(saved, run):
     """Whether a packed run was made with the flags of a Run that count."""
     flags_then = recipe.defaults_of(run) | saved["config"]
-    flags_now = flags_that_count(run)
-    return all(flags_then.get(name) == value for name, value in flags_now.items())
-
-
-def flags_that_count(run):
-    """The flags of a Run as JSON has them, but for those that are NOT_COMPARED."""
-    as_json = json.loads(json.dumps(run.values))
-    return {name: value for name, value in as_json.items() if name not in NOT_COMPARED}
+    names = run.values.keys() - {*NOT_COMPARED}
+    return all(flags_then.get(name) == run.values[name] for name in names)
 
 
 def has_ended(saved):
@@ -669,6 +662,8 @@ def check_text(file, held_out, folder):
 
 def pack(file, folders):
     """Adds the runs of some folders to a file, but for those that it has."""
+    if Path(file).suffix != ".jsonl":
+        raise ValueError(f"--pack {file}: the name must end in .jsonl")
     packed.read(file)  # raises ValueError before anything is made if it is another file
     found = []
     for source, unpack in comparison.find_runs(folders):
@@ -681,8 +676,10 @@ def pack(file, folders):
             found.append(saved)
         else:
             say(f"{source} has no row yet")
+    if not found:
+        raise ValueError(f"there is no run to add to {file}")
     added = packed.add(file, found)
-    print(f"{file}: {added} of {len(found)} runs were added, the others were there already")
+    print(f"{file}: {added} runs were added, {len(found) - added} were there already")
 
 
 def list_experiments():
@@ -716,7 +713,7 @@ def parse(words):
     options = parser.parse_args(words)
     if options.name is not None:  # here, as argparse would blame it for a flag that is misspelt
         flags.check_choice(options, "name", EXPERIMENTS)
-    flags.check_range(options, ["minutes"], least=0)
+    flags.check_range(options, ["minutes"], least=0, most=1e6)
     if options.pack and (options.name or len(options.pack) == 1):
         raise ValueError("--pack takes a file and the folders of runs, and no experiment")
     if not options.name and (options.data or options.minutes):
@@ -741,7 +738,10 @@ def main(words):
             return 0
         name = options.name
         files.check_writable("results")
-        jobs = find_missing(jobs_of(name, options.data), packed.read(results_of(name)))
+        jobs = jobs_of(name, options.data)
+        if options.data:
+            check_text(results_of(name), find_held_out(jobs[0].run), options.data)
+        jobs = find_missing(jobs, packed.read(results_of(name)))
     return train_missing(name, jobs, options.minutes)
 
 

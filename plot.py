@@ -172,7 +172,7 @@ def choose_target(table):
 def draw_curve(ax, curve, **look):
     """Draws a curve and its band; curve: a table indexed by x, with the columns of STATISTICS."""
     is_crowded = len(curve) > 8
-    spacing = 0.12 if is_crowded else 1  # of markers: a share of the axes' diagonal, or in points
+    spacing = 0.12 if is_crowded else 1  # a marker at each such share of the diagonal, or at all
     ax.plot(curve.index, curve["mean"], markevery=spacing, linewidth=1.2, markersize=3.5, **look)
     if (curve["min"] < curve["max"]).any():
         band = {"facecolor": look["color"], "alpha": 0.2, "linewidth": 0}
@@ -361,7 +361,8 @@ def draw_step_sizes(ax, rows):
         look["marker"] = "x"
         ax.plot(refused.step, np.full(len(refused), bottom), **look, label="refused")
     ax.set_yscale("log", base=2)
-    ax.set(xlabel="outer steps", ylabel="step size α", ylim=(0.8 * bottom, 1.2))
+    top = 1.2 * max([1.0, *accepted.alpha])
+    ax.set(xlabel="outer steps", ylabel="step size α", ylim=(0.8 * bottom, top))
 
 
 # ---- ticks and labels ----------------------------------------------------------------------------
@@ -391,7 +392,7 @@ def format_tick(value, position):
 
 
 def place_labels(wanted, heights, low, high):
-    """Heights for the middles of labels, as near to the wanted ones as no two labels overlap.
+    """Heights for the middles of labels, as near to the wanted ones as they can be with no overlap.
 
     wanted: where each label would be best, rising. low, high: of the room for all of them.
     """
@@ -710,7 +711,7 @@ def format_page(name, tables):
 def check_own(folder):
     """Raises ValueError if a folder has pictures or tables that this program did not write."""
     tables = folder / "tables.md"
-    is_own = tables.exists() and tables.read_text(encoding="utf-8").startswith(MADE_BY)
+    is_own = tables.exists() and tables.read_bytes().startswith(MADE_BY.encode())
     others = [path for path in folder.glob("*") if path.suffix in (".png", ".svg", ".md")]
     if others and not is_own:
         what = f"{folder} has {others[0].name}, which may not be of plot.py"
@@ -764,14 +765,22 @@ def renew_pages(paths):
     for file in pages.shown_files():
         if (pages.ROOT / file).resolve() in given:
             tables[file], figures[file] = tables_and_figures(pages.ROOT / file)
+
+    texts = {}
+    pictures = {}
     for page in pages.all_pages():
         before = page.read_text(encoding="utf-8")
         text = pages.renew(before, tables)
         if text != before:
-            write_text(page, text)
+            texts[page] = text
         for mark in pages.find_marks(text):
             if mark.picture and mark.file in figures:
-                write_picture(page.parent / mark.picture, pages.look_up(figures, mark))
+                pictures[page.parent / mark.picture] = pages.look_up(figures, mark)
+    # Only now, when no page asks for what is not there.
+    for page, text in texts.items():
+        write_text(page, text)
+    for path, figure in pictures.items():
+        write_picture(path, figure)
 
 
 def tables_and_figures(file):
@@ -779,7 +788,8 @@ def tables_and_figures(file):
 
     Raises BadInput if its runs cannot all be compared, or if two tables have one title.
     """
-    table = read_runs([file])
+    with blaming_input():
+        table = read_runs([file])
     if table.empty or table.task.nunique() > 1:
         raise BadInput(f"{file} must have runs of one network, text, tokenizer and evaluation")
     at_tokens = compare_at_tokens(table)
@@ -804,12 +814,11 @@ def main(words):
         say("plot.py: there is nothing to draw yet")
         return
     tasks = split_tasks(table)
-    if len(tasks) > 1:
-        differ = ", ".join(find_differences(table))
-        say(f"{len(tasks)} kinds of runs, which differ in {differ}, have a folder each")
     folders = dict.fromkeys(tasks, options.out)
     if len(tasks) > 1:
         folders = {name: options.out / name for name in tasks}
+        differ = ", ".join(find_differences(table))
+        say(f"{len(tasks)} kinds of runs, which differ in {differ}, have a folder each")
     with blaming_input():
         for folder in folders.values():
             check_own(folder)

@@ -55,7 +55,19 @@ def pack(folder):
     saved = checkpoint.read_config(folder)
     text = Path(os.path.abspath(saved["config"]["data"])).name
     config = saved["config"] | {"data": text}
-    return {"config": config, "about": saved["about"], "rows": rows}
+    return checked({"config": config, "about": saved["about"], "rows": rows})
+
+
+def checked(run):
+    """The run. Raises ValueError if it has not what every run has."""
+    if not (isinstance(run["config"], dict) and isinstance(run["about"], dict)):
+        raise ValueError("config and about must be dicts")
+    for row in run["rows"]:
+        if not isinstance(row, dict) or "step" not in row:
+            raise ValueError("a row has no step")
+        if not row.keys() & {"val_loss", "diverged"}:
+            raise ValueError("a row has no loss")
+    return run
 
 
 def read(path):
@@ -68,7 +80,7 @@ def read(path):
 
 def places_and_lines(path):
     """A list of (place, line) of a file; a place is such as "results/tiny.jsonl:3"."""
-    content = Path(path).read_text(encoding="utf-8").splitlines()
+    content = Path(path).read_bytes().splitlines()
     return [(f"{path}:{number}", line) for number, line in enumerate(content, 1)]
 
 
@@ -76,13 +88,10 @@ def parse(line, place):
     """The run of a line. Raises ValueError if it is none."""
     try:
         saved = json.loads(line)
-        config, about = saved["config"], saved["about"]
         rows = rows_of(saved["columns"])
-        if not (isinstance(config, dict) and isinstance(about, dict)):
-            raise TypeError("config and about must be dicts")
+        return checked({"config": saved["config"], "about": saved["about"], "rows": rows})
     except files.UNREADABLE:
         raise ValueError(f"{place} is no packed run") from None
-    return {"config": config, "about": about, "rows": rows}
 
 
 def rows_of(columns):

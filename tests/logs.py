@@ -25,7 +25,9 @@ class Run:
         flags |= {"lr": speed, "warmup": 0.0, "seed": seed, "schedule": "cosine"}
         if method in FAMILY:
             flags |= {"schedule": "global cosine", "inner_warmup": 0.0}
-        text = json.dumps({"config": flags | more, "about": {}})
+        flags |= more
+        flags.setdefault("corpus", {"train": flags["data"], "val": flags["data"]})
+        text = json.dumps({"config": flags, "about": {}})
         (folder / "config.json").write_text(text)
 
         rows = []

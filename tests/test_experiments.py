@@ -191,6 +191,14 @@ def test_runs_on_several_texts_are_not_mixed(two_rates, monkeypatch, capsys):
     assert packed.read(FILE) == [packed.shorten(other)]
 
 
+def test_another_text_is_refused_also_where_no_run_is_missing(two_rates, capsys):
+    assert experiments.main(["two-rates"]) == 0
+    Path("other.txt").write_text(200 * "Another text, which has other words.\n\n")
+    assert experiments.main(["two-rates", "--data", "other.txt"]) == 2
+    assert "other.txt reads another text than the runs in" in capsys.readouterr().err
+    assert experiments.main(["two-rates", "--data", "text.txt"]) == 0
+
+
 def test_a_run_that_is_older_than_a_flag_is_not_made_again(two_rates):
     (job, *_) = experiments.jobs_of("two-rates")
     config = {name: value for name, value in job.run.values.items() if name != "clip"}
@@ -225,14 +233,14 @@ def test_runs_of_ones_own_are_packed_once(tmp_path, capsys):
     assert json.loads(second)["config"]["data"] == "text"
     assert packed.read(file)[0]["rows"][0] == {"step": 0, "tokens": 1000, "val_loss": 5.0}
     said = capsys.readouterr()
-    assert said.out == f"{file}: 2 of 2 runs were added, the others were there already\n"
+    assert said.out == f"{file}: 2 runs were added, 0 were there already\n"
     assert said.err == f"{runs[2].folder} has no row yet\n"
     Path(runs[2].folder, "config.json").write_text("[]")
     runs[2].write(runs[1].rows())
     assert experiments.main(words) == 0
     assert file.read_text().splitlines() == [first, second]
     said = capsys.readouterr()
-    assert said.out == f"{file}: 0 of 2 runs were added, the others were there already\n"
+    assert said.out == f"{file}: 0 runs were added, 2 were there already\n"
     assert said.err.startswith(f"{runs[2].folder} cannot be read: ")
 
 
@@ -242,6 +250,8 @@ def test_a_damaged_file_is_said_and_kept(two_rates, capsys):
         '{"config": {}, "about": {}, "columns": []}',
         '{"config": {}, "about": {}, "columns": {"step": 1}}',
         '{"config": [], "about": 1, "columns": {}}',
+        '{"config": {}, "about": {}, "columns": {"a": [1]}}',
+        '{"config": {}, "about": {}, "columns": {"step": [1]}}',
     ):
         FILE.parent.mkdir(exist_ok=True)
         FILE.write_text(line)
@@ -313,8 +323,24 @@ def test_a_list_says_once_why_runs_are_not_counted(monkeypatch, capsys):
 def test_a_file_that_has_no_runs_is_refused_before_anything_is_made(tmp_path, capsys):
     home = tmp_path / "runs"
     home.mkdir()
-    file = tmp_path / "text.txt"
+    file = tmp_path / "text.jsonl"
     file.write_text("my own\n")
     assert experiments.main(["--pack", str(file), Run(home).folder]) == 2
     assert capsys.readouterr().err == f"experiments.py: {file}:1 is no packed run\n"
-    assert {path.name for path in tmp_path.iterdir()} == {"runs", "text.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "text.jsonl"}
+
+
+def test_a_pack_that_nothing_could_read_or_that_has_no_run_is_not_made(tmp_path, capsys):
+    """plot.py reads packed runs from files named .jsonl only."""
+    home = tmp_path / "runs"
+    home.mkdir()
+    run = Run(home)
+    assert experiments.main(["--pack", str(tmp_path / "mine"), run.folder]) == 2
+    assert "the name must end in .jsonl" in capsys.readouterr().err
+    for damaged in ("3\n", '{"step": 0}\n'):
+        Path(run.folder, "log.jsonl").write_text(damaged)
+        assert experiments.main(["--pack", str(tmp_path / "mine.jsonl"), run.folder]) == 2
+        unread, none = capsys.readouterr().err.splitlines()
+        assert unread.startswith(f"{run.folder} cannot be read: ")
+        assert none == f"experiments.py: there is no run to add to {tmp_path / 'mine.jsonl'}"
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]

@@ -121,9 +121,12 @@ def test_runs_of_several_tasks_in_one_file_are_refused(project, capsys):
 )
 def test_a_mark_that_names_nothing_is_said(project, capsys, page, says):
     Path("README.md").write_text(page)
+    page_before = PAGE.partition("A sentence")[0]  # this one is renewed first, if any is
+    Path("A.md").write_text(page_before)
     assert plot.main(["results/one.jsonl"]) == 2
     assert says in capsys.readouterr().err
     assert Path("README.md").read_text() == page
+    assert Path("A.md").read_text() == page_before
 
 
 # ---- the pages of this project -------------------------------------------------------------------
@@ -137,7 +140,7 @@ def made():
 
 @pytest.mark.parametrize("page", pages.all_pages(), ids=lambda page: page.name)
 def test_the_tables_of_a_page_are_those_of_the_logs(page, made):
-    """Where one is not, `python plot.py results/*` writes it anew."""
+    """Where one is not, `python plot.py results/*.jsonl` writes it anew."""
     text = page.read_text(encoding="utf-8")
     assert pages.renew(text, {file: tables for file, (tables, _) in made.items()}) == text
 

@@ -475,15 +475,17 @@ def test_each_kind_of_runs_has_its_folder(tmp_path, capsys):
     runs += [Run(tmp_path / "runs", model="45m", d_model=64, data="c4", tokenizer="gpt2")]
     runs += [Run(tmp_path / "runs", eval_tokens=5), Run(tmp_path / "runs", eval_tokens=6)]
     runs += [Run(tmp_path / "runs", tokenizer="dir/words.json", data="a/b c.txt")]
+    runs += [Run(tmp_path / "runs", tokenizer=name) for name in ("t-2.json", "t.json", "a/t.json")]
     folders = [run.folder for run in runs]
     assert plot.main([*folders, "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr()
     assert printed.err == (
-        "5 kinds of runs, which differ in model, d_model, tokenizer, held_out, eval_tokens, "
+        "8 kinds of runs, which differ in model, d_model, tokenizer, held_out, eval_tokens, "
         "have a folder each\n"
     )
     names = ["45m-c4-gpt2", "tiny-b_c.txt-words"]
     names += ["tiny-stdlib-bytes", "tiny-stdlib-bytes-2", "tiny-stdlib-bytes-3"]
+    names += ["tiny-stdlib-t", "tiny-stdlib-t-2", "tiny-stdlib-t-3"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     for name in names:
         assert (tmp_path / "out" / name / "loss.png").exists()
