@@ -57,7 +57,9 @@ class Config(BaseConfig):
     The sizes, and the settings of the line search, are those of BaseConfig in line_search.py.
     """
 
-    lr: float = 0.01  # peak learning rate of the inner optimizer (App. H: 0.001 to 0.1)
+    # peak learning rate of the inner optimizer (App. H: 0.001 to 0.1); default: 0.01, and 0.11 / √n
+    # for an inner loop of n > 121 steps
+    lr: float = None
     # constant+inner cosine | global cosine | global+inner cosine | constant (Appendix D)
     schedule: str = "constant+inner cosine"
     warmup: float = 0.0  # fraction of the run in which lr rises linearly (App. H: 0 or 0.2)
@@ -83,7 +85,10 @@ class Config(BaseConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.average is None:  # a copy by `replace` keeps what it becomes here
+        # A copy by `replace` keeps what the two become here.
+        if self.lr is None:
+            object.__setattr__(self, "lr", usual_lr(self.loop_steps))
+        if self.average is None:
             object.__setattr__(self, "average", 0.0 if self.line_search else 0.999)
 
     @property
@@ -117,6 +122,15 @@ class Config(BaseConfig):
         check_range(self, ["inner_epochs"], least=1, most=1000)
         decays = ["momentum", "b2", "average", "parameter_weight_decay"]
         check_range(self, [*decays, "warmup", "inner_warmup"], least=0, below=1)
+
+
+def usual_lr(loop_steps):
+    """The peak learning rate where none is given, to two digits; loop_steps: of an inner loop.
+
+    With the paper's 0.01 for every batch, the long loop of a large batch goes too far. So the rate
+    falls with the root of its steps, about as the best rates do (docs/tuning.md).
+    """
+    return float(f"{0.11 / max(121, loop_steps) ** 0.5:.2g}")
 
 
 class State(NamedTuple):

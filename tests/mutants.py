@@ -93,6 +93,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("gn.py", "no pass at all is let through", 'check_range(self, ["inner_epochs"], least=1', 'check_range(self, ["inner_epochs"], least=0'),
     ("gn.py", "a negative line search is let through", "        super().check()\n", "        pass\n"),
     # line_search.py
+    ("gn.py", "one learning rate for all batches", "max(121, loop_steps)", "121"),
     ("line_search.py", "the line from θ to θ_t", "a + alpha * (b - a)", "b + alpha * (a - b)"),
     ("line_search.py", "a refused step is as broken as θ", "jnp.where(alpha == 0, a, a + alpha * (b - a))", "a + alpha * (b - a)"),
     ("line_search.py", "the race looks too early", "FIRST_LOOK = 8", "FIRST_LOOK = 6"),
@@ -713,7 +714,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("comparison.py", "a folder of runs is none", "                found += runs_of(member)\n", "                pass\n"),
     ("comparison.py", "a run counts twice", "        logs[run_hash] = rows\n", "        logs[source] = rows\n"),
     ("comparison.py", "an older run lacks a newer flag's default", "flags = defaults | config\n", "flags = dict(config)\n"),
-    ("comparison.py", "batches that round make lengths of their own", "        return float(tokens)  # the steps", "        return float(steps * batch)  # the steps"),
+    ("comparison.py", "batches that round make lengths of their own", "flags[\"tokens\"] or flags[\"steps\"]", "flags[\"steps\"]"),
     ("comparison.py", "steps are counted to the loss of the first seed", "rows.step[rows.val_loss <= goals[seed]].min()", "rows.step[rows.val_loss <= min(goals.values())].min()"),
     ("comparison.py", "the best baseline is the best of all methods", "        if is_baseline and group.finished and not group.diverged:\n", "        if group.finished and not group.diverged:\n"),
     ("comparison.py", "the worst baseline is the one to beat", "            found.setdefault(group.batch, group)\n", "            found[group.batch] = group\n"),

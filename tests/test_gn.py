@@ -542,6 +542,15 @@ def test_warm_up_fractions():
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+def test_the_learning_rate_of_a_long_loop_is_less_by_default():
+    """0.01 up to 121 inner steps, then 1/√ of their number, over all passes; or what is given."""
+    for inner_steps, passes, lr in ((1, 1, 0.01), (121, 1, 0.01), (484, 1, 0.005), (242, 2, 0.005)):
+        config = config_of(TOY, inner_steps=inner_steps, inner_epochs=passes)
+        assert config.lr == lr
+        assert dataclasses.replace(config, inner_steps=1).lr == lr
+        assert config_of(TOY, inner_steps=inner_steps, lr=0.3).lr == 0.3
+
+
 def test_with_more_passes_the_learning_rate_falls_over_all_of_them():
     """Two passes over two inner batches have the learning rates of one pass over four."""
     warm = {"warmup": 0.5, "inner_warmup": 0.5}
