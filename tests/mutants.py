@@ -93,6 +93,11 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("gn.py", "no pass at all is let through", 'check_range(self, ["inner_epochs"], least=1', 'check_range(self, ["inner_epochs"], least=0'),
     ("gn.py", "a negative line search is let through", "        super().check()\n", "        pass\n"),
     # line_search.py
+    ("gn.py", "the losses of L2 stay in the next outer step", "        inner_losses=jnp.zeros_like(state.inner_losses),\n", ""),
+    ("gn.py", "two rises are one", "config.lr * run_rise * inner_rise * fall", "config.lr * jnp.minimum(run_rise, inner_rise) * fall"),
+    ("gn.py", "Muon in float32", "        dtype = self.network.dtype\n", "        dtype = \"float32\"\n"),
+    ("gn.py", "a restart takes the evaluated mean along", "        theta_mean=None if state.theta_mean is None else params,\n", "        theta_mean=None if state.theta_mean is None else params,\n        average=None if state.average is None else params,\n"),
+    ("gn_cg.py", "a change that stays rounded", "    v = v.astype(z.dtype)\n    gradient", "    gradient"),
     ("gn.py", "one learning rate for all batches", "max(121, loop_steps)", "121"),
     ("line_search.py", "the line from θ to θ_t", "a + alpha * (b - a)", "b + alpha * (a - b)"),
     ("line_search.py", "a refused step is as broken as θ", "jnp.where(alpha == 0, a, a + alpha * (b - a))", "a + alpha * (b - a)"),

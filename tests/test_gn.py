@@ -652,16 +652,6 @@ def test_no_array_holds_the_logits_of_a_batch(what):
     assert largest <= head_and_its_change < 16 * TOY.context * 10_000 / 4
 
 
-def test_same_batches_twice_give_bitwise_the_same_state(float64):
-    """Nothing random is left in an outer step."""
-    config = hand_settings(gn.Config)
-
-    def result():
-        return gn.update(gn.init(random_params(ONE), config), *batches_and_fresh(ONE), config)
-
-    assert_same(result(), result())
-
-
 def test_stopped_inside_an_outer_step_it_resumes_bitwise(float64):
     """A State is all there is: from the one after any inner step, update ends at the same place."""
     config = hand_settings(gn.Config, inner_epochs=2)

@@ -8,7 +8,6 @@ stopped in it resumes.
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import assert_same, batches_and_fresh, random_params
@@ -16,7 +15,6 @@ from test_gn import GRID, ONE, dense, losses_by_hand, norms_by_hand
 from test_layerwise_gn import diagonal_blocks
 from trees import close, flat
 
-import gn
 import gn_cg
 import layerwise_gn
 
@@ -112,19 +110,6 @@ def test_without_line_search_the_step_is_taken_whole_and_a_stopped_one_resumes_b
     norms = {"norm_matrices", "norm_vectors", "norm_embedding", "norm_head"}
     assert metrics.keys() == {"train_loss", "inner_loss", *norms}
     assert state.average is None
-
-
-def test_curvature_is_the_second_part_of_the_quadratic(float64):
-    """gn.quadratic = ℓ + g·v + curvature's value, and its gradient g + curvature's."""
-    z, v = np.random.default_rng(0).normal(size=(2, 4, 11))
-    y = jnp.array([0, 3, 3, 10])
-    quadratic = jax.jit(gn.quadratic)
-    loss, value, u = quadratic(z, v, y)
-    _, _, g = quadratic(z, 0 * v, y)
-    nothing, half_vHv, Hv = jax.jit(gn_cg.curvature)(z, v, y)
-    assert nothing == 0
-    close(value, loss + np.vdot(g, v) + half_vHv, 1e-12)
-    close(u, g + Hv, 1e-12)
 
 
 def test_it_has_no_learning_rate_that_depends_on_the_length_of_a_run():

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TOY, assert_same, random_params, random_tokens
+from conftest import TOY, random_params, random_tokens
 from test_gn import (
     ONE,
     assert_update_is_by_hand,
@@ -111,28 +111,22 @@ def test_fault_1_layer_1_does_not_take_layers_10_and_11_with_it(float64):
         assert set(number[np.abs(moved - still) > 1e-12]) == {layer}
 
 
-def test_split_is_a_partition_and_merge_its_inverse():
-    """Every parameter below the head is in one of 13 layers; merged they are what they were."""
-    params = random_params(TWELVE)
-    layers = layerwise_gn.split(params)
-    assert [len(layer) for layer in layers] == [1] + 11 * [9] + [10]
-    below = {name: a for name, a in params.items() if name != "head"}
-    assert sum(a.size for a in jax.tree.leaves(layers)) == flat(below).size
-    assert_same(layerwise_gn.merge(layers), below)
-
-
 # ---- the outer step ------------------------------------------------------------------------------
 
 
-def clip_by_hand(grad):
-    """The gradient of ONE, each of its three layers scaled down to norm 0.2."""
-    block = grad["blocks"] | {"final_norm": grad["final_norm"]}
-    clipped = {}
-    for layer in ({"embedding": grad["embedding"]}, block, {"head": grad["head"]}):
-        factor = min(1, 0.2 / np.linalg.norm(flat(layer)))
-        clipped |= jax.tree.map(lambda a, factor=factor: factor * a, layer)
-    blocks = {name: clipped.pop(name) for name in grad["blocks"]}
-    return clipped | {"blocks": blocks}
+def layer_norms(grad):
+    """|gradient| of each of the L + 2 layers."""
+    number = layer_of_each_parameter(grad)
+    g = flat(grad)
+    return np.array([np.linalg.norm(g[number == layer]) for layer in range(int(number.max()) + 1)])
+
+
+def clipped_by_hand(grad, limit):
+    """The gradient, each layer scaled down to the norm `limit`; a limit of 0 clips nothing."""
+    factors = np.minimum(1, (limit or np.inf) / layer_norms(grad))
+    number = layer_of_each_parameter(grad).astype(int)
+    vector, unravel = jax.flatten_util.ravel_pytree(grad)
+    return unravel(vector * factors[number])
 
 
 def test_update_is_the_outer_step_written_out_with_the_diagonal_blocks(float64):
@@ -145,14 +139,8 @@ def test_update_is_the_outer_step_written_out_with_the_diagonal_blocks(float64):
         blocks = diagonal_blocks(true.G, theta0)
         return quadratic_model(true._replace(G=blocks), delta)
 
-    assert_update_is_by_hand(layerwise_gn, config, value_and_grad, clip_by_hand)
-
-
-def layer_norms(grad):
-    """|gradient| of each of the L + 2 layers."""
-    number = layer_of_each_parameter(grad)
-    g = flat(grad)
-    return np.array([np.linalg.norm(g[number == layer]) for layer in range(int(number.max()) + 1)])
+    clipped = partial(clipped_by_hand, limit=config.clip)
+    assert_update_is_by_hand(layerwise_gn, config, value_and_grad, clipped)
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.7, 1e9])
@@ -165,9 +153,7 @@ def test_each_layers_gradient_is_clipped_by_its_own_norm(network, limit, float64
     clipped, _ = clip.update(grad, clip.init(grad))
     norms = layer_norms(grad)
     assert norms.min() < 0.7 < norms.max()  # one of the limits clips some of them
-    factors = np.minimum(1, (limit or np.inf) / norms)
-    number = layer_of_each_parameter(grad)
-    close(clipped, flat(grad) * factors[number.astype(int)], 1e-12)
+    close(clipped, clipped_by_hand(grad, limit), 1e-12)
 
 
 @pytest.mark.parametrize("inner", ["muon", "adamw"])

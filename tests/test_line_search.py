@@ -81,7 +81,7 @@ def test_a_line_search_may_read_less_than_a_batch(float64):
 
 
 def test_the_flag_counts_tokens():
-    """Those of an inner batch, four sequences of 16, are the command's."""
+    """An inner batch of the command has 4 · 16 = 64 tokens, so 130 tokens are two of them."""
     for method in ("gn", "gn_cg"):
         argv = [*SMALL, "--method", method, "--data", "text.txt", "--line-search-tokens", "130"]
         assert recipe.configure(argv).settings.fresh_batches == 2
@@ -205,6 +205,16 @@ def test_the_race_ends_when_one_step_size_is_left(float64):
     alpha, measured, read = search(losses, race=False)
     assert (alpha, read) == (0.5, 100)
     close(measured, losses.mean(axis=0), 1e-3)
+
+
+@pytest.mark.parametrize("behind, stays", [(0.0398, True), (0.03995, False)])
+def test_a_step_size_drops_out_that_is_behind_by_4_standard_errors(behind, stays):
+    """By 4 of them less 0.0001: here they are 0.04."""
+    swing = 0.01 * 7**0.5  # of 8 differences that swing by it, the standard error is 0.01
+    best = np.full(8, 3.0)
+    other = best + behind + swing * np.array(4 * [1, -1])
+    running = still_running(np.column_stack([best, other]), [0, 1])
+    assert (1 in running) == stays
 
 
 def test_a_step_size_that_drops_out_is_compared_with_the_best_where_both_ran(float64):

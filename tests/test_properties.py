@@ -125,7 +125,7 @@ def ones(c):
 
 
 def same(a, b, tolerance=1e-9, size=0.0):
-    """a = b up to rounding; `size` is the norm of what they are differences of, if they are."""
+    """a = b up to rounding; if these are differences of large vectors, `size` is their norm."""
     a, b = flat(a), flat(b)
     assert a.shape == b.shape
     assert np.linalg.norm(a - b) <= tolerance * (np.linalg.norm(b) + size + 1e-3)
@@ -298,24 +298,15 @@ def test_for_a_network_linear_in_its_parameters_it_is_the_hessian(c):
 
 
 @settings(max_examples=40)
-@given(c=EITHER_LOSS)
-def test_gradient_is_that_of_the_loss_plus_curvature_times_delta(c):
-    """∇L2(δ) = ∇L + G δ, and L2(δ) = L + ∇L·δ + ½ δ·G δ."""
+@given(c=EITHER_LOSS, scale=st.sampled_from([1e-3, 1, 30]))
+def test_gradient_is_that_of_the_loss_plus_curvature_times_delta(c, scale):
+    """∇L2(δ) = ∇L + G δ, and L2(δ) = L + ∇L·δ + ½ δ·G δ, for a δ of any size."""
+    c = c._replace(delta=jax.tree.map(lambda a: scale * a, c.delta))
     value, grad = value_and_grad(c, c.delta)
     true = expected(c, v=c.delta)
     d = flat(c.delta)
     same(grad, add(true.grad_L, true.G_v))
     same(value, true.L + flat(true.grad_L) @ d + d @ flat(true.G_v) / 2)
-
-
-@settings(max_examples=20)
-@given(c=cases(), a=st.floats(-3, 3), b=st.floats(-3, 3))
-def test_gradient_is_affine_in_delta(c, a, b):
-    """∇L2(a δ + b ε) - ∇L = a (∇L2(δ) - ∇L) + b (∇L2(ε) - ∇L)."""
-    g = grad_of(c, zero(c))
-    mixed = add(add(zero(c), c.delta, a), c.other, b)
-    right = a * (grad_of(c, c.delta) - g) + b * (grad_of(c, c.other) - g)
-    same(grad_of(c, mixed) - g, right, size=np.linalg.norm(g))
 
 
 @settings(max_examples=40)
@@ -417,7 +408,11 @@ def test_a_batch_repeated_twice_gives_the_same_step(c):
 @settings(max_examples=20)
 @given(c=cases(), scale=st.floats(0.1, 10))
 def test_a_constant_added_to_all_logits_of_a_token_changes_nothing(objective, c, scale):
-    """softmax does not see it. Head + w 1ᵀ adds h·w to every logit of a token; so in δ. Any w."""
+    """softmax does not see it.
+
+    w is added to every column of the head, and of its change. So all logits of a token grow by one
+    number, and so do all their changes.
+    """
     w = scale * np.random.default_rng(0).normal(size=(c.network.d_model, 1))
     theta = c.theta | {"head": c.theta["head"] + w}
     delta = c.delta | {"head": c.delta["head"] + w}
@@ -429,9 +424,10 @@ def test_a_constant_added_to_all_logits_of_a_token_changes_nothing(objective, c,
 
 
 @settings(max_examples=40)
-@given(c=EITHER_LOSS)
-def test_prox_is_the_loss_of_the_linearized_network(c):
+@given(c=EITHER_LOSS, scale=st.sampled_from([1e-3, 1, 30]))
+def test_prox_is_the_loss_of_the_linearized_network(c, scale):
     """L1(δ) = ℓ(f(θ) + J δ) and its gradient, for a δ of any size."""
+    c = c._replace(delta=jax.tree.map(lambda a: scale * a, c.delta))
     true = expected(c)
     same(value_and_grad(c, c.delta, "exact"), (true.L1, flat(true.grad_L1)))
 
@@ -521,9 +517,9 @@ def layers(tree):
 @settings(max_examples=10)
 @given(c=cases(FEW))
 def test_layerwise_is_the_diagonal_blocks(objective, c):
-    """Layer l's gradient is the full method's at δ_l alone, so ∇ = ∇L + blockdiag(G) δ.
+    """Layer l's gradient is the full method's at δ_l alone, and what the layers add to L adds up.
 
-    What the layers add to L adds up.
+    For the quadratic, the gradient is ∇L + blockdiag(G) δ.
     """
     total = loss = value_of(c, zero(c), objective)
     grad, members = 0.0, 0.0
@@ -603,8 +599,8 @@ def test_a_clip_shortens_each_part_to_the_limit_and_does_nothing_twice(c, limit)
 class Perceptron:
     """One hidden layer with biases: whole numbers [B, 3] in, a choice of 4 out.
 
-    These functions are all that gn.py asks of the module that provides a network, and of its sizes
-    it asks for a `dtype`.
+    The class stands for a module: its functions are called on the class itself. They are all that
+    gn.py asks of the module that provides a network, and of its sizes it asks for a `dtype`.
     """
 
     def inputs_and_labels(points):

@@ -58,10 +58,15 @@ def test_every_program_of_a_method_can_be_lowered_for_a_tpu(name):
     elif module is gn_cg:
         measured = PARAMS, PARAMS, TOKENS, config, gn.quadratic, gn.value_and_grad
         gradient = lowered(gn_cg.measure, *measured)
+        lowered(gn_cg.measure, *measured[:4], gn_cg.curvature, gn.value_and_grad)
         lowered(gn_cg.conjugate_step, PARAMS, PARAMS, PARAMS, PARAMS)
     else:
+        objective = jax.jit(partial(module.value_and_grad, config=config))
+        of_objective = lowered(objective, PARAMS, PARAMS, TOKENS)
         gradient = lowered(gn.inner_step, state, TOKENS, config, module.value_and_grad)
         lowered(gn.move, state, jnp.ones(()), config)
+        # Muon's products are in bfloat16, too.
+        assert products(gradient).count("bf16") > products(of_objective).count("bf16")
     assert products(gradient).count("bf16") > 10
     assert set(products(gradient)) == {"bf16", "f32"}
 
