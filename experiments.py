@@ -168,10 +168,11 @@ EXPERIMENTS["tiny-batch-seeds"] = Experiment(
 # The runs in results/ read books and manuals, which are not part of this project. --data names a
 # text of your own; without it, these runs read C4. All runs of a file must read one text.
 
-# The line search may read 500k tokens, which is an eighth of 4m and a 24th of 12m.
-FIVE_M_GN = "--method gn --line-search-tokens 500k"
+# The line search may read 500k tokens, which is an eighth of 4m and a 24th of 12m. So it does in the
+# runs on 45m, too.
+GN = "--method gn --line-search-tokens 500k"
+LAYERWISE = "--method layerwise_gn --line-search-tokens 500k"
 FIVE_M_PROX = "--method gn_prox --schedule 'global cosine'"
-FIVE_M_LAYERWISE = "--method layerwise_gn --line-search-tokens 500k"
 FIVE_M_SOAP = "--method soap --schedule constant --warmup-steps 5"
 FIVE_M_MUON = "--method muon --schedule constant --warmup-steps 5"
 FIVE_M_ADAMW = "--method adamw --schedule constant --warmup-steps 5"
@@ -184,19 +185,19 @@ EXPERIMENTS["5m-grids"] = Experiment(
     "What is the best setting of each method, at 5m and 4m tokens a batch?",
     FIVE_M_4M,
     f"""
-{FIVE_M_GN} --schedule 'global cosine' --lr 0.003,0.006,0.01,0.03
-{FIVE_M_GN} --schedule 'global cosine' --line-search 10 --lr 0.01,0.02
-{FIVE_M_GN} --schedule 'constant+inner cosine' --lr 0.003,0.01
-{FIVE_M_GN} --schedule 'constant+inner cosine' --lr 0.01 --restart true
-{FIVE_M_GN} --schedule 'global cosine' --lr 0.01 --damping 0.0001
-{FIVE_M_GN} --schedule 'global cosine' --lr 0.003 --inner adamw
+{GN} --schedule 'global cosine' --lr 0.003,0.006,0.01,0.03
+{GN} --schedule 'global cosine' --line-search 10 --lr 0.01,0.02
+{GN} --schedule 'constant+inner cosine' --lr 0.003,0.01
+{GN} --schedule 'constant+inner cosine' --lr 0.01 --restart true
+{GN} --schedule 'global cosine' --lr 0.01 --damping 0.0001
+{GN} --schedule 'global cosine' --lr 0.003 --inner adamw
 --method gn --line-search 0 --average 0.99 --schedule 'global cosine' --lr 0.003,0.01
 --method gn --line-search 0 --average 0 --schedule 'global cosine' --lr 0.003
 {FIVE_M_PROX} --average 0 --lr 0.003,0.01,0.02,0.03
 {FIVE_M_PROX} --average 0.99 --lr 0.01,0.02
 --method gn_prox --schedule 'constant+inner cosine' --average 0.99 --lr 0.01
-{FIVE_M_LAYERWISE} --schedule 'global cosine' --lr 0.003,0.01,0.03
-{FIVE_M_LAYERWISE} --schedule 'constant+inner cosine' --lr 0.003,0.01
+{LAYERWISE} --schedule 'global cosine' --lr 0.003,0.01,0.03
+{LAYERWISE} --schedule 'constant+inner cosine' --lr 0.003,0.01
 --method soap --schedule constant,cosine --warmup-steps 5 --lr 0.003,0.01,0.03
 {FIVE_M_SOAP} --average 0,0.4 --lr 0.005
 --method soap --schedule constant --warmup-steps 2 --lr 0.003
@@ -214,9 +215,9 @@ EXPERIMENTS["5m"] = Experiment(
     "How far does each method come with other seeds, at good settings of 5m-grids?",
     f"{FIVE_M_4M} --seed 1,2,3",
     f"""
-{FIVE_M_GN} --line-search 10 --schedule 'global cosine' --lr 0.02
+{GN} --line-search 10 --schedule 'global cosine' --lr 0.02
 {FIVE_M_PROX} --average 0 --lr 0.01
-{FIVE_M_LAYERWISE} --schedule 'constant+inner cosine' --lr 0.01
+{LAYERWISE} --schedule 'constant+inner cosine' --lr 0.01
 {FIVE_M_SOAP} --average 0.4 --lr 0.005
 {FIVE_M_MUON} --average 0.4 --lr 0.02
 {FIVE_M_ADAMW} --b2 0.95 --lr 0.001
@@ -227,7 +228,7 @@ EXPERIMENTS["5m-target"] = Experiment(
     "How many steps of 4m tokens do four methods need to a loss of 3.21?",
     FIVE_M_4M,
     f"""
-{FIVE_M_GN} --schedule 'global cosine' --steps 10 --lr 0.01 --inner-epochs 1,2
+{GN} --schedule 'global cosine' --steps 10 --lr 0.01 --inner-epochs 1,2
 {FIVE_M_PROX} --average 0 --lr 0.006 --steps 10
 {FIVE_M_SOAP} --lr 0.003 --target-loss 3.21 --steps 150
 {FIVE_M_MUON} --average 0.4 --lr 0.03 --target-loss 3.21 --steps 300
@@ -236,8 +237,8 @@ EXPERIMENTS["5m-target"] = Experiment(
 
 FIVE_M_12M = "--model 5m --batch 12m --dtype bfloat16 --target-loss 3.21"
 
-GN_8_STEPS = f"{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8"
-GN_6_STEPS = f"{FIVE_M_GN} --schedule 'global cosine' --steps 6"
+GN_8_STEPS = f"{GN} --schedule 'constant+inner cosine' --steps 8"
+GN_6_STEPS = f"{GN} --schedule 'global cosine' --steps 6"
 
 EXPERIMENTS["5m-12m-grids"] = Experiment(
     "With which setting does each method need the fewest steps of 12m tokens to a loss of 3.21?",
@@ -267,7 +268,7 @@ EXPERIMENTS["5m-12m-grids"] = Experiment(
 {FIVE_M_PROX} --average 0.99 --steps 4 --lr 0.006,0.01
 {FIVE_M_PROX} --average 0.99 --steps 4 --lr 0.003,0.006 --inner-epochs 2
 {FIVE_M_PROX} --average 0.99 --steps 4 --lr 0.006 --inner-epochs 3
-{FIVE_M_LAYERWISE} --schedule 'constant+inner cosine' --steps 10 --lr 0.003,0.006,0.01
+{LAYERWISE} --schedule 'constant+inner cosine' --steps 10 --lr 0.003,0.006,0.01
 {FIVE_M_SOAP} --steps 100 --lr 0.003,0.005,0.01
 {FIVE_M_MUON} --average 0.4 --steps 120 --lr 0.02,0.03,0.045
 --method soap --schedule cosine --warmup-steps 5 --steps 45,50 --lr 0.005
@@ -275,19 +276,19 @@ EXPERIMENTS["5m-12m-grids"] = Experiment(
 """,
 )
 
-# Gauss-Newton: the first line is what 5m-12m-grids had chosen then. It fails at seed 2, so the
-# second was added. The third repeats that on seeds on which nothing was chosen. The fourth is what
-# the whole grid would have chosen then. The fifth is the best of those with a mean.
+# Gauss-Newton: the first line was the best of 5m-12m-grids when a part of it had been run. It fails
+# at seed 2, so the second was added. The third repeats that on seeds on which nothing was chosen.
+# The fourth was the best when more of the grid had been run. The fifth is the best with a mean.
 EXPERIMENTS["5m-12m"] = Experiment(
     "How many steps of 12m tokens does each method need to a loss of 3.21, with other seeds?",
     FIVE_M_12M,
     f"""
-{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.006 --damping 0.00001 --seed 1,2,3
-{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.003 --seed 1,2,3
-{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.003 --seed 4,5,6
-{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.003 --b2 0.95 --seed 4,5,6
-{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.006 --average 0.97 --seed 1,2,3
-{FIVE_M_LAYERWISE} --schedule 'constant+inner cosine' --steps 12 --lr 0.006 --seed 1,2,3
+{GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.006 --damping 0.00001 --seed 1,2,3
+{GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.003 --seed 1,2,3
+{GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.003 --seed 4,5,6
+{GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.003 --b2 0.95 --seed 4,5,6
+{GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.006 --average 0.97 --seed 1,2,3
+{LAYERWISE} --schedule 'constant+inner cosine' --steps 12 --lr 0.006 --seed 1,2,3
 {FIVE_M_PROX} --average 0.99 --steps 6 --lr 0.006 --seed 1,2,3
 {FIVE_M_SOAP} --steps 100 --lr 0.005 --seed 1,2,3
 {FIVE_M_MUON} --average 0.4 --steps 120 --lr 0.03 --seed 1,2,3
@@ -298,8 +299,8 @@ EXPERIMENTS["5m-12m-dtypes"] = Experiment(
     "Does float32 change what Gauss-Newton and prox-linear need to a loss of 3.21?",
     "--model 5m --batch 12m --dtype float32,bfloat16 --target-loss 3.21 --seed 1",
     f"""
-{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.003
-{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.006
+{GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.003
+{GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.006
 {FIVE_M_PROX} --average 0.99 --steps 6 --lr 0.006
 """,
 )
@@ -308,7 +309,7 @@ EXPERIMENTS["5m-12m-start"] = Experiment(
     "Does Gauss-Newton do better from a lower loss, after a warm-up on four times the tokens?",
     f"{FIVE_M_12M} --warmup-tokens 20m",
     f"""
-{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.003,0.006
+{GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.003,0.006
 {FIVE_M_PROX} --average 0.99 --steps 6 --lr 0.006
 """,
 )
@@ -327,9 +328,9 @@ EXPERIMENTS["5m-12m-late"] = Experiment(
     "How many steps does each method need to a loss of 3.1, after a warm-up on 20m tokens?",
     "--model 5m --batch 12m --dtype bfloat16 --warmup-tokens 20m --target-loss 3.1 --seed 1,2,3",
     f"""
-{FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.003
+{GN} --schedule 'constant+inner cosine' --steps 8 --lr 0.003
 {FIVE_M_PROX} --average 0.99 --steps 6,4 --lr 0.006
-{FIVE_M_LAYERWISE} --schedule 'constant+inner cosine' --steps 10 --lr 0.006
+{LAYERWISE} --schedule 'constant+inner cosine' --steps 10 --lr 0.006
 {FIVE_M_SOAP} --steps 100 --lr 0.005
 {FIVE_M_MUON} --average 0.4 --steps 120 --lr 0.03
 """,
@@ -360,44 +361,41 @@ EXPERIMENTS["5m-batches"] = Experiment(
 """,
 )
 
-# ---- 45m, with batches of 4m or 12m tokens -------------------------------------------------------
+# ---- 45m, with batches of 4m to 40m tokens -------------------------------------------------------
 
 FORTY_FIVE_M = "--model 45m --warmup-tokens 15m --target-loss 4.1 --dtype bfloat16"
 
-FORTY_FIVE_M_GN = "--method gn --line-search-tokens 500k"
 FORTY_FIVE_M_PROX = "--method gn_prox --average 0.99"
-FORTY_FIVE_M_LAYERWISE = "--method layerwise_gn --line-search-tokens 500k"
 FORTY_FIVE_M_SOAP = "--method soap --schedule constant --warmup-steps 5 --steps 90"
 FORTY_FIVE_M_MUON = "--method muon --schedule constant --warmup-steps 5 --average 0.4 --steps 120"
-SEEDS = "--seed 1,2,3"
 
 # The target was a guess at what full Gauss-Newton reaches in 12 steps.
 EXPERIMENTS["45m-grids"] = Experiment(
     "With which setting does each method need the fewest steps of 4m tokens to a loss of 4.1?",
     f"{FORTY_FIVE_M} --batch 4m",
     f"""
-{FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.006,0.01
-{FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.01,0.015 --line-search 10
-{FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 10,14 --lr 0.01
-{FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.01,0.015 --average 0.95,0.99
-{FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.01 --average 0.97
-{FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 10 --lr 0.01 --average 0.95
-{FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.01 --damping 0.00001,0.000001
-{FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.01 --restart true
-{FORTY_FIVE_M_GN} --schedule 'constant+inner cosine' --steps 14 --lr 0.003,0.006,0.01
-{FORTY_FIVE_M_GN} --schedule 'constant+inner cosine' --steps 14 --lr 0.003 --restart true
-{FORTY_FIVE_M_GN} --schedule 'constant+inner cosine' --steps 14 --lr 0.006 --inner-epochs 2
-{FORTY_FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.003 --inner-epochs 2
-{FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.006,0.01 --inner-epochs 2
-{FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.006 --inner-epochs 3
+{GN} --schedule 'global cosine' --steps 12 --lr 0.006,0.01
+{GN} --schedule 'global cosine' --steps 12 --lr 0.01,0.015 --line-search 10
+{GN} --schedule 'global cosine' --steps 10,14 --lr 0.01
+{GN} --schedule 'global cosine' --steps 12 --lr 0.01,0.015 --average 0.95,0.99
+{GN} --schedule 'global cosine' --steps 12 --lr 0.01 --average 0.97
+{GN} --schedule 'global cosine' --steps 10 --lr 0.01 --average 0.95
+{GN} --schedule 'global cosine' --steps 12 --lr 0.01 --damping 0.00001,0.000001
+{GN} --schedule 'global cosine' --steps 12 --lr 0.01 --restart true
+{GN} --schedule 'constant+inner cosine' --steps 14 --lr 0.003,0.006,0.01
+{GN} --schedule 'constant+inner cosine' --steps 14 --lr 0.003 --restart true
+{GN} --schedule 'constant+inner cosine' --steps 14 --lr 0.006 --inner-epochs 2
+{GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.003 --inner-epochs 2
+{GN} --schedule 'global cosine' --steps 12 --lr 0.006,0.01 --inner-epochs 2
+{GN} --schedule 'global cosine' --steps 12 --lr 0.006 --inner-epochs 3
 {FORTY_FIVE_M_PROX} --steps 12 --lr 0.006,0.01,0.015
 {FORTY_FIVE_M_PROX} --steps 9 --lr 0.01
 {FORTY_FIVE_M_PROX} --steps 8 --lr 0.006,0.01 --inner-epochs 2
 --method gn_prox --average 0 --steps 12 --lr 0.01
-{FORTY_FIVE_M_LAYERWISE} --schedule 'global cosine' --steps 12 --lr 0.01
-{FORTY_FIVE_M_LAYERWISE} --schedule 'global cosine' --steps 12 --lr 0.01,0.015 --average 0.95
-{FORTY_FIVE_M_LAYERWISE} --schedule 'global cosine' --steps 14 --lr 0.015 --average 0.95
-{FORTY_FIVE_M_LAYERWISE} --schedule 'constant+inner cosine' --steps 14 --lr 0.006
+{LAYERWISE} --schedule 'global cosine' --steps 12 --lr 0.01
+{LAYERWISE} --schedule 'global cosine' --steps 12 --lr 0.01,0.015 --average 0.95
+{LAYERWISE} --schedule 'global cosine' --steps 14 --lr 0.015 --average 0.95
+{LAYERWISE} --schedule 'constant+inner cosine' --steps 14 --lr 0.006
 {FORTY_FIVE_M_SOAP} --lr 0.003,0.005,0.008
 {FORTY_FIVE_M_SOAP} --lr 0.005 --average 0.4
 {FORTY_FIVE_M_SOAP} --lr 0.005 --b2 0.7
@@ -412,10 +410,10 @@ EXPERIMENTS["45m"] = Experiment(
     "How many steps of 4m tokens does each method need to a loss of 4.1, with other seeds?",
     f"{FORTY_FIVE_M} --batch 4m --seed 1,2,3",
     f"""
-{FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.01 --average 0,0.95
-{FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 12 --lr 0.006 --inner-epochs 2
+{GN} --schedule 'global cosine' --steps 12 --lr 0.01 --average 0,0.95
+{GN} --schedule 'global cosine' --steps 12 --lr 0.006 --inner-epochs 2
 {FORTY_FIVE_M_PROX} --steps 12 --lr 0.01
-{FORTY_FIVE_M_LAYERWISE} --schedule 'global cosine' --steps 14 --lr 0.015 --average 0.95
+{LAYERWISE} --schedule 'global cosine' --steps 14 --lr 0.015 --average 0.95
 {FORTY_FIVE_M_SOAP} --lr 0.005
 {FORTY_FIVE_M_MUON} --lr 0.03
 """,
@@ -423,7 +421,7 @@ EXPERIMENTS["45m"] = Experiment(
 
 EXPERIMENTS["45m-stand-ins"] = Experiment(
     "Which stand-in for the loss is wrong where a step of 45m goes too far?",
-    f"{FORTY_FIVE_M} --batch 4m {FORTY_FIVE_M_GN}",
+    f"{FORTY_FIVE_M} --batch 4m {GN}",
     """
 --schedule 'global cosine' --steps 12 --lr 0.01
 --schedule 'constant+inner cosine' --steps 14 --lr 0.003
@@ -435,9 +433,9 @@ EXPERIMENTS["45m-12m-grids"] = Experiment(
     "With which setting does each method need the fewest steps of 12m tokens to a loss of 4.1?",
     f"{FORTY_FIVE_M} --batch 12m",
     f"""
-{FORTY_FIVE_M_GN} --schedule 'global cosine' --steps 9 --lr 0.01
-{FORTY_FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.003,0.006
-{FORTY_FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.006 --average 0.99
+{GN} --schedule 'global cosine' --steps 9 --lr 0.01
+{GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.003,0.006
+{GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.006 --average 0.99
 {FORTY_FIVE_M_PROX} --steps 6 --lr 0.006,0.01
 {FORTY_FIVE_M_PROX} --steps 4 --lr 0.006 --inner-epochs 2
 {FORTY_FIVE_M_SOAP} --lr 0.005
@@ -449,9 +447,9 @@ EXPERIMENTS["45m-12m"] = Experiment(
     "How many steps of 12m tokens does each method need to a loss of 4.1, with other seeds?",
     f"{FORTY_FIVE_M} --batch 12m",
     f"""
-{FORTY_FIVE_M_GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.006 --average 0.99 {SEEDS}
-{FORTY_FIVE_M_PROX} --steps 6 --lr 0.006 {SEEDS}
-{FORTY_FIVE_M_SOAP} --lr 0.005 {SEEDS}
+{GN} --schedule 'constant+inner cosine' --steps 10 --lr 0.006 --average 0.99 --seed 1,2,3
+{FORTY_FIVE_M_PROX} --steps 6 --lr 0.006 --seed 1,2,3
+{FORTY_FIVE_M_SOAP} --lr 0.005 --seed 1,2,3
 {FORTY_FIVE_M_MUON} --lr 0.03 --seed 1
 """,
 )
@@ -461,7 +459,7 @@ EXPERIMENTS["45m-40m"] = Experiment(
     "How many steps of 40m tokens, the paper's batch of Muon, does each method need to 4.1?",
     f"{FORTY_FIVE_M} --batch 40m",
     f"""
-{FORTY_FIVE_M_GN} --schedule 'constant+inner cosine' --steps 8 --line-search 10 --lr 0.002,0.004
+{GN} --schedule 'constant+inner cosine' --steps 8 --line-search 10 --lr 0.002,0.004
 {FORTY_FIVE_M_PROX} --steps 3 --lr 0.003
 {FORTY_FIVE_M_PROX} --steps 4 --lr 0.003,0.006
 {FORTY_FIVE_M_SOAP} --lr 0.005
