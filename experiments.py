@@ -168,8 +168,7 @@ EXPERIMENTS["tiny-batch-seeds"] = Experiment(
 # The runs in results/ read books and manuals, which are not part of this project. --data names a
 # text of your own; without it, these runs read C4. All runs of a file must read one text.
 
-# The line search may read 500k tokens, which is an eighth of 4m and a 24th of 12m. So it does in the
-# runs on 45m, too.
+# The line search may read 500k tokens, which is an eighth of 4m and a 24th of 12m; on 45m, too.
 GN = "--method gn --line-search-tokens 500k"
 LAYERWISE = "--method layerwise_gn --line-search-tokens 500k"
 FIVE_M_PROX = "--method gn_prox --schedule 'global cosine'"
