@@ -296,9 +296,11 @@ def split_tasks(table):
         first = rows.iloc[0]
         name = f"{first.model}-{first.text}-{Path(str(first.tokenizer)).stem}"
         name = re.sub(r"[^\w.-]", "_", name)
-        numbered = (f"{name}-{number}" for number in itertools.count(2))
-        free = (other for other in itertools.chain([name], numbered) if other not in tasks)
-        tasks[next(free)] = rows
+        free, number = name, 1
+        while free in tasks:
+            number += 1
+            free = f"{name}-{number}"
+        tasks[free] = rows
     return tasks
 
 

@@ -20,6 +20,7 @@ START = b'{"config":'  # of each line
 # Numbers of a row that follow from others: the learning rate from the flags, and the bits per byte
 # from val_loss, by a factor that is the same for all runs on a text.
 IMPLIED = ("lr", "val_bpb")
+USUALLY_ZERO = ("refused", "input_wait")
 
 # What `about` says of JAX's own settings where nobody has changed one.
 USUAL_SETTINGS = {
@@ -136,9 +137,9 @@ def format_line(run):
 def shorten(run):
     """A run without what it need not say, and with fewer digits of its numbers.
 
-    Left out are nulls, numbers that are IMPLIED, and `refused` where no step was. Numbers keep as
-    many digits as DIGITS says. `input_wait` is rounded to a tenth of a second. Of `about`, the
-    USUAL_SETTINGS are left out.
+    Numbers keep as many digits as DIGITS says; `input_wait` is rounded to a tenth of a second. Then
+    nulls are left out, numbers that are IMPLIED, and a zero of those that are USUALLY_ZERO. Of
+    `about`, the USUAL_SETTINGS are left out.
     """
     about = dict(run["about"])
     if about.get("jax_settings") == USUAL_SETTINGS:
@@ -147,15 +148,16 @@ def shorten(run):
     for row in run["rows"]:
         kept = {}
         for name, value in row.items():
-            if must_be_kept(name, value):
-                kept[name] = shorten_number(name, value)
+            short = shorten_number(name, value)
+            if must_be_kept(name, short):
+                kept[name] = short
         rows.append(kept)
     return run | {"about": about, "rows": rows}
 
 
 def must_be_kept(name, value):
     """Whether a number of a row says what nothing else does."""
-    if name == "refused":
+    if name in USUALLY_ZERO:
         return bool(value)
     return value is not None and name not in IMPLIED
 

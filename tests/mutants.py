@@ -98,7 +98,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("gn.py", "Muon in float32", "        dtype = self.network.dtype\n", "        dtype = \"float32\"\n"),
     ("gn.py", "a restart takes the evaluated mean along", "        theta_mean=None if state.theta_mean is None else params,\n", "        theta_mean=None if state.theta_mean is None else params,\n        average=None if state.average is None else params,\n"),
     ("gn_cg.py", "a change that stays rounded", "    v = v.astype(z.dtype)\n    gradient", "    gradient"),
-    ("gn.py", "one learning rate for all batches", "max(121, loop_steps)", "121"),
+    ("gn.py", "one learning rate for all batches", "max(1.0, loop_steps / 122)", "1.0"),
     ("line_search.py", "the line from θ to θ_t", "a + alpha * (b - a)", "b + alpha * (a - b)"),
     ("line_search.py", "a refused step is as broken as θ", "jnp.where(alpha == 0, a, a + alpha * (b - a))", "a + alpha * (b - a)"),
     ("line_search.py", "the race looks too early", "FIRST_LOOK = 8", "FIRST_LOOK = 6"),

@@ -543,8 +543,8 @@ def test_warm_up_fractions():
 
 
 def test_the_learning_rate_of_a_long_loop_is_less_by_default():
-    """0.01 up to 121 inner steps, then 1/√ of their number, over all passes; or what is given."""
-    for inner_steps, passes, lr in ((1, 1, 0.01), (121, 1, 0.01), (484, 1, 0.005), (242, 2, 0.005)):
+    """0.01 up to 122 inner steps, then 1/√ of their number, over all passes; or what is given."""
+    for inner_steps, passes, lr in ((1, 1, 0.01), (122, 1, 0.01), (488, 1, 0.005), (244, 2, 0.005)):
         config = config_of(TOY, inner_steps=inner_steps, inner_epochs=passes)
         assert config.lr == lr
         assert dataclasses.replace(config, inner_steps=1).lr == lr

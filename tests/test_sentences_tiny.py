@@ -249,7 +249,8 @@ def test_a_larger_batch_costs_as_much_as_is_said():
         ratios.append(f"{its_steps / steps:.1f}".removesuffix(".0"))
     first, *rest = ratios
     assert f"{first} times fewer steps at 16k, and {', '.join(rest[:-1])} and {rest[-1]}" in words
-    assert f"and {first} at 16k on `tiny`, where {rivals[16_384].method.title()} is the" in words
+    rival = rivals[16_384].method.title()
+    assert f"and on `tiny` at 16k it is {first} over {rival}, which is the best" in words
 
     of_262k = groups[(groups.method == "gn") & (groups.batch == 262_144)].itertuples()
     rival = rivals[262_144]
