@@ -205,7 +205,7 @@ def gauss_newton_rows(name, module, settings, start, batches):
     products = GAUSS_NEWTON
     if name == "layerwise_gn":
         products = layerwise_products(settings.network)
-    args = (batches[0], settings, module.value_and_grad)
+    args = (batches[0], settings)
     yield Row(f"{name}: inner step", gn.inner_step, args, start, tokens, products)
     if settings.line_search:
         n = len(settings.step_sizes)  # θ_t among them

@@ -54,7 +54,8 @@ SCHEDULES = {  # factor of lr; run, inner: progress of run and inner loop after 
 class Config(BaseConfig):
     """Settings of Gauss-Newton. "App. H" gives the values that the paper tried.
 
-    The sizes, and the settings of the line search, are those of BaseConfig in line_search.py.
+    BaseConfig in line_search.py adds the settings of the line search; `network`, the sizes;
+    `model`, the module of the network's functions; inner_steps N, outer_steps and micro_batch.
     """
 
     # peak learning rate of the inner optimizer (App. H: 0.001 to 0.1); default: 0.01, and
@@ -75,36 +76,39 @@ class Config(BaseConfig):
     damping: float = 0.0  # λ of ½ λ |δ|², added to L2 (App. H, "loss weight decay": 0 to 0.1)
     parameter_weight_decay: float = 0.0  # of every matrix, per outer step (App. H: 0 to 0.1)
     # decay τ of a running mean of θ, per inner step; 0 = no mean; default: 0 with a line search,
-    # 0.999 without. Without a line search, the mean is evaluated in place of θ (App. H: 0.9 to
-    # 0.999); with one, the search goes to the mean, and 1 / (1 - τ) should be fewer than the inner
-    # steps of an outer step
+    # 0.999 without. Without one, the mean is evaluated in place of θ (App. H: 0.9 to 0.999). With
+    # one, the search goes to the mean; this covers about 1 / (1 - τ) inner steps, which should be
+    # fewer than an outer step has
     average: float = None
-    # largest gradient norm; 0 = no limit; with Muon, embedding and head are clipped together, and
-    # all the rest together
+    # largest gradient norm; 0 = no limit. With Muon there are two norms, each with this limit: that
+    # of embedding and head, and that of all the rest
     clip: float = 1.0
 
     def __post_init__(self):
         super().__post_init__()
         # A copy by `replace` keeps what the two become here.
         if self.lr is None:
-            object.__setattr__(self, "lr", usual_lr(self.loop_steps))
+            # 0.01, the paper's, is good for 122 inner steps, which are 4m tokens on 45m. A longer
+            # loop goes too far with it: the best rates fall about so (docs/tuning.md).
+            times_longer = max(1.0, self.loop_steps / 122)
+            two_digits = f"{0.01 / times_longer**0.5:.2g}"
+            object.__setattr__(self, "lr", float(two_digits))
         if self.average is None:
             object.__setattr__(self, "average", 0.0 if self.line_search else 0.999)
 
     @property
-    def passes(self):
-        """How often an outer step reads its batch, by the name that all methods have for it."""
-        return self.inner_epochs
-
-    @property
     def loop_steps(self):
         """How many inner steps an outer step takes: one for each inner batch, in each pass."""
-        return self.passes * self.inner_steps
+        return self.inner_epochs * self.inner_steps
 
     @property
     def depends_on_length(self):
         """Whether the learning rate depends on how many outer steps the run has."""
         return self.schedule.startswith("global") or self.warmup > 0
+
+    def value_and_grad(self, theta0, delta, tokens):
+        """What an inner step lowers, and its gradient. Other methods have another in its place."""
+        return value_and_grad(theta0, delta, tokens, self)
 
     def optimizer(self, lr):
         """The inner optimizer, an optax transformation; lr: of this inner step."""
@@ -124,25 +128,14 @@ class Config(BaseConfig):
         check_range(self, [*decays, "warmup", "inner_warmup"], least=0, below=1)
 
 
-def usual_lr(loop_steps):
-    """The peak learning rate where none is given, to two digits; loop_steps: of an inner loop.
-
-    The paper's 0.01 is good for 122 inner steps, which are 4m tokens on 45m, and goes too far in
-    the longer loop of a larger batch. So the rate falls with the root of the steps, about as the
-    best rates do (docs/tuning.md).
-    """
-    times_longer = max(1.0, loop_steps / 122)
-    return float(f"{0.01 / times_longer**0.5:.2g}")
-
-
 class State(NamedTuple):
     """Where Gauss-Newton is: before inner step k of outer step t."""
 
     params: Any  # θ_t; in functions below: theta0
     theta: Any  # θ, the inner iterate
-    # At most one of the two is there; neither if τ = 0.
-    average: Any  # without a line search: the running mean of θ, which is evaluated; else None
-    theta_mean: Any  # with a line search: the running mean of θ, to which it goes; else None
+    # The running mean of θ is one of these two, and the other is None. With τ = 0 both are None.
+    average: Any  # without a line search: it is evaluated in place of θ_t
+    theta_mean: Any  # with a line search: the search goes to it, in place of θ
     opt: Any  # state of the inner optimizer
     t: jax.Array  # outer steps done
     searched: jax.Array  # inner batches that all line searches until now have read
@@ -152,23 +145,17 @@ class State(NamedTuple):
 
 
 def init(params, config):
-    """State at the first outer step. params: those that training starts with.
-
-    They are copied, as `inner_step` overwrites its state.
-    """
-    theta = jax.tree.map(jnp.copy, params)
+    """State at the first outer step. It holds copies of params, as `inner_step` overwrites it."""
     mean = jax.tree.map(jnp.copy, params) if config.average else None
-    average, theta_mean = (None, mean) if config.line_search else (mean, None)
-    opt = config.optimizer(0.0).init(params)  # the same for any lr
     t, searched, k = jnp.zeros(3, jnp.int32)  # arrays of their own, as each is overwritten
     dtype = jax.tree.leaves(params)[0].dtype
     losses, inner_losses = jnp.zeros((2, config.loop_steps), dtype)
     return State(
         params=jax.tree.map(jnp.copy, params),
-        theta=theta,
-        average=average,
-        theta_mean=theta_mean,
-        opt=opt,
+        theta=jax.tree.map(jnp.copy, params),
+        average=None if config.line_search else mean,
+        theta_mean=mean if config.line_search else None,
+        opt=config.optimizer(0.0).init(params),  # the same for any lr
         t=t,
         searched=searched,
         k=k,
@@ -222,27 +209,26 @@ def value_and_grad(theta0, delta, tokens, config, objective=quadratic):
 
 def learning_rate(t, k, config):
     """Learning rate of inner step k of outer step t (Appendix D)."""
-    outer_steps = config.outer_steps
-    loop_steps = config.loop_steps
-    run = progress((t + k / loop_steps) / outer_steps, config.warmup)
-    inner = progress(k / loop_steps, config.inner_warmup)
+    n = config.loop_steps
+    run = progress((t + k / n) / config.outer_steps, config.warmup)
+    inner = progress(k / n, config.inner_warmup)
     fall = SCHEDULES[config.schedule](run, inner)
     # linear, to 1 over the warm-up
-    run_rise = rise(t * loop_steps + k, config.warmup * outer_steps * loop_steps)
-    inner_rise = rise(k, config.inner_warmup * loop_steps)
+    run_rise = rise(t * n + k, config.warmup * config.outer_steps * n)
+    inner_rise = rise(k, config.inner_warmup * n)
     return config.lr * run_rise * inner_rise * fall
 
 
-@partial(parallel.jit, static_argnames="value_and_grad", donate_argnames="state")
-def inner_step(state, tokens, config, value_and_grad=value_and_grad):
+@partial(parallel.jit, donate_argnames="state")
+def inner_step(state, tokens, config):
     """The State after one step of the inner optimizer on an inner batch, int32 [B, T+1].
 
-    The state is donated: its memory goes to the result, and it cannot be used again. parallel.jit
-    is jax.jit. parallel.mean(f, n) is the mean of f over the devices, each with a share of the
-    tokens, and at most n sequences at a time (0: all).
+    The state is donated: its memory goes to the result, and it cannot be used again. On one device,
+    parallel.jit is jax.jit, and parallel.mean(f, n) is f, computed on at most n sequences at a time
+    (0: all). On several, each computes f on its share of the tokens, and the mean is taken.
     """
     delta = jax.tree.map(jnp.subtract, state.theta, state.params)
-    mean_value_and_grad = parallel.mean(partial(value_and_grad, config=config), config.micro_batch)
+    mean_value_and_grad = parallel.mean(config.value_and_grad, config.micro_batch)
     ell, L2, grad = mean_value_and_grad(state.params, delta, tokens)
 
     # Damping adds ½ λ |δ|² to L2, and λ δ to its gradient.
@@ -263,15 +249,15 @@ def inner_step(state, tokens, config, value_and_grad=value_and_grad):
     )
 
 
-def lower(state, tokens, config, value_and_grad=value_and_grad):
+def lower(state, tokens, config):
     """The program of `inner_step` before it is compiled; train.py asks what memory a run needs."""
-    return inner_step.lower(state, tokens, config, value_and_grad)
+    return inner_step.lower(state, tokens, config)
 
 
-def inner_loop(state, batches, config, watch, value_and_grad=value_and_grad):
+def inner_loop(state, batches, config, watch):
     """The State after all inner steps of an outer step; the arguments are those of `update`."""
     for k in range(int(state.k), config.loop_steps):  # a stopped run resumes inside the loop
-        state = inner_step(state, batches(k % config.inner_steps), config, value_and_grad)
+        state = inner_step(state, batches(k % config.inner_steps), config)
         watch(state)
     return state
 
@@ -285,13 +271,11 @@ def destination(state):
 def move(state, alpha, config):
     """The State at the start of the next outer step, at θ_{t+1} = θ_t + α (destination - θ_t).
 
-    Every matrix of θ_{t+1} is then multiplied by 1 - config.parameter_weight_decay, except after a
-    refused step (α = 0).
-
-    The next inner loop starts from θ, not from θ_{t+1} (Section 5.1). The inner optimizer keeps its
-    state, as in the authors' code, and the means of θ go on. α only decides where the network is
-    linearized next. With config.restart, and after a refused step, the loop starts from θ_{t+1},
-    with a new optimizer state and a new theta_mean.
+    α only decides where the network is linearized next. The inner loop goes on from θ, not from
+    θ_{t+1} (Section 5.1). Its optimizer keeps its state, as in the authors' code, and the mean of θ
+    goes on. After a refused step (α = 0), and always with config.restart, it starts from θ_{t+1},
+    with a new optimizer state and a new theta_mean. Unless the step was refused, every matrix is
+    then multiplied by 1 - config.parameter_weight_decay.
     """
     params = between(state.params, destination(state), alpha)
     going_on = state._replace(
@@ -310,7 +294,7 @@ def move(state, alpha, config):
     restart = refused | config.restart
     after = jax.tree.map(partial(jnp.where, restart), begun_anew, going_on)
 
-    # θ and theta_mean, too: else moving to them would undo the decay.
+    # θ and its mean shrink, too. Otherwise the next move towards them would undo the decay.
     keep = jnp.where(refused, 1, 1 - config.parameter_weight_decay)
     return after._replace(
         params=optimizers.scale_matrices(after.params, keep),
@@ -319,13 +303,12 @@ def move(state, alpha, config):
     )
 
 
-def update(state, batches, fresh, config, watch=lambda state: None, value_and_grad=value_and_grad):
+def update(state, batches, fresh, config, watch=lambda state: None):
     """One outer step of Algorithm 1: minimize L2 over a batch, search along the step, move.
 
     batches(k), k < inner_steps: inner batches, int32 [B, T+1]; fresh(k), k < fresh_batches: those
     of the line search; watch(state): called after each inner step, with a state that the next one
-    deletes; value_and_grad: of this file or another method. Returns the next State, and metrics,
-    losses in nats per token:
+    deletes. Returns the next State, and metrics, losses in nats per token:
         train_loss, inner_loss: ℓ at θ_t, and L2 with damping at θ; means over all inner steps
         inner_loss_first, inner_loss_last: L2 at the first and the last inner step
         lr: of the first inner step
@@ -333,7 +316,7 @@ def update(state, batches, fresh, config, watch=lambda state: None, value_and_gr
         alpha (0: refused), loss_at_1, ..: see line_search.py; only if line_search > 0
     An update deletes the state it is given. To keep one, copy it: jax.tree.map(jnp.copy, state).
     """
-    state = inner_loop(state, batches, config, watch, value_and_grad)
+    state = inner_loop(state, batches, config, watch)
     metrics = {
         "train_loss": jnp.mean(state.losses),
         "inner_loss": jnp.mean(state.inner_losses),
@@ -342,9 +325,6 @@ def update(state, batches, fresh, config, watch=lambda state: None, value_and_gr
         "lr": learning_rate(state.t, 0, config),
     }
     metrics |= optimizers.norms_of_step(state.params, destination(state))
-    alpha = 1.0
-    if config.line_search:
-        alpha, losses, read = line_search(state.params, destination(state), fresh, config)
-        state = state._replace(searched=state.searched + read)
-        metrics |= {"alpha": alpha} | losses
-    return move(state, alpha, config), metrics
+    alpha, searched, read = line_search(state.params, destination(state), fresh, config)
+    state = state._replace(searched=state.searched + read)
+    return move(state, alpha, config), metrics | searched

@@ -6,8 +6,8 @@
 
 gn.py approaches this step with an optimizer that sees the batch in parts. Conjugate gradients solve
 for it: they need nothing but products G δ, each of which reads the whole batch. With enough steps
-they come as near to the solution as rounding allows. That is too expensive for a model of any size;
-this file is for experiments, and for the tests of gn.py.
+they come as near to the solution as rounding allows. Only a small model can afford that. This file
+is for experiments, and for the tests of gn.py.
 """
 
 from dataclasses import dataclass
@@ -37,9 +37,9 @@ class Config(BaseConfig):
     depends_on_length = False  # there is no learning rate
 
     @property
-    def passes(self):
-        """How often a solve reads its batch, at most: for grad, each product, and the value."""
-        return self.cg_steps + 2
+    def loop_steps(self):
+        """Inner batches that a solve reads at most: for grad, for each product, for the value."""
+        return (1 + self.cg_steps + 1) * self.inner_steps
 
     def check(self):
         super().check()
@@ -87,7 +87,10 @@ def curvature(z, v, y, loss=model.cross_entropy):
 
 
 def solve(state, batches, config, value_and_grad=gn.value_and_grad):
-    """The State with θ = θ_t - (G + λI)⁻¹ grad; batches(k): inner batch k of N, int32 [B, T+1]."""
+    """The State with θ = θ_t - (G + λI)⁻¹ grad; batches(k): inner batch k of N, int32 [B, T+1].
+
+    value_and_grad: gn.py's, or another method's, whose G it then is.
+    """
     theta0 = state.params
 
     def mean(objective, delta):
@@ -113,7 +116,7 @@ def solve(state, batches, config, value_and_grad=gn.value_and_grad):
     _, inner_loss, _ = mean(gn.quadratic, delta)
     inner_loss += config.damping / 2 * optax.tree.norm(delta, squared=True)
     theta = optax.tree.add(theta0, delta)
-    k = state.k + config.passes * config.inner_steps
+    k = state.k + config.loop_steps
     return state._replace(theta=theta, k=k, loss=loss, inner_loss=inner_loss)
 
 
@@ -142,8 +145,8 @@ def conjugate_gradients(product, b, steps):
     product: x -> A x. Each step goes to the minimum of ½ x·Ax - b·x along a direction p. This is
     the downhill direction r = b - A x, changed so that p·A p' = 0 for every earlier direction p':
     so no step undoes what another has done (Hestenes and Stiefel, 1952). It ends after `steps`
-    steps, or when |r| is below 1e-10 |b|. JAX has the same as one compiled program, which can take
-    minutes, and hears no Ctrl-C until it has ended.
+    steps, or when |r| is below 1e-10 |b|. jax.scipy.sparse.linalg.cg does the same in one compiled
+    program, which may run for minutes, and which Ctrl-C does not stop.
     """
     x = optax.tree.zeros_like(b)
     r = p = b
@@ -178,11 +181,7 @@ def update(state, batches, fresh, config, watch=lambda state: None):
 
     metrics = {"train_loss": state.loss, "inner_loss": state.inner_loss}
     metrics |= optimizers.norms_of_step(state.params, state.theta)
-    alpha = 1.0
-    searched = state.searched
-    if config.line_search:
-        alpha, losses, read = line_search(state.params, state.theta, fresh, config)
-        searched = searched + read
-        metrics |= {"alpha": alpha} | losses
+    alpha, searched, read = line_search(state.params, state.theta, fresh, config)
     params = between(state.params, state.theta, alpha)
-    return init(params, config)._replace(t=state.t + 1, searched=searched), metrics
+    after = init(params, config)._replace(t=state.t + 1, searched=state.searched + read)
+    return after, metrics | searched

@@ -5,11 +5,12 @@
 
 Gauss-Newton makes two replacements, of the network and then of the loss. L1 has only the first, and
 L2 has both. (L1 is not the L1 norm.) L1 is convex in δ, because ℓ is convex in the logits, but it
-is not quadratic. So this is no second-order method: it tells what the higher-order terms of the
-loss are worth that Gauss-Newton drops. Its gradient differs from Gauss-Newton's by O(|δ|²).
+is not quadratic. So this is no second-order method. The paper takes it to measure what Gauss-Newton
+loses by dropping the terms of ℓ beyond the second order. Its gradient differs from Gauss-Newton's
+by O(|δ|²).
 
 All the rest is gn.py. The defaults differ: the learning rate falls once over the whole run, there
-is no line search, and what is evaluated is the average of the weights over the inner steps.
+is no line search, and the running mean of θ is evaluated in its place.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import jax
 
 import gn
 import model
-from gn import init  # noqa: F401  the same State
+from gn import init, lower, update  # noqa: F401  as there; inner_loss is L1
 from kernels import on_gpu
 from kernels.cross_entropy import exact_kernel
 from runtime.flags import traced
@@ -33,6 +34,10 @@ class Config(gn.Config):
     schedule: str = "global cosine"
     line_search: int = 0  # how many α = 2^(-i/2) are tried; 0 = no search, α = 1 (Section 6.2)
 
+    def value_and_grad(self, theta0, delta, tokens):
+        """ℓ at θ_t, L1 at θ_t + δ, and the gradient of L1 in the parameters: means over tokens."""
+        return gn.value_and_grad(theta0, delta, tokens, self, exact)
+
 
 @on_gpu(exact_kernel)
 def exact(z, v, y, loss=model.cross_entropy):
@@ -42,18 +47,3 @@ def exact(z, v, y, loss=model.cross_entropy):
     """
     L1, u = jax.value_and_grad(loss)(z + v, y)
     return loss(z, y), L1, u
-
-
-def value_and_grad(theta0, delta, tokens, config):
-    """The loss at θ_t, L1 at θ_t + δ, and its gradient: as gn.value_and_grad."""
-    return gn.value_and_grad(theta0, delta, tokens, config, exact)
-
-
-def lower(state, tokens, config):
-    """The program of an inner step; see gn.py."""
-    return gn.lower(state, tokens, config, value_and_grad)
-
-
-def update(state, batches, fresh, config, watch=lambda state: None):
-    """One outer step of Algorithm 2; arguments and results as gn.update's, inner_loss being L1."""
-    return gn.update(state, batches, fresh, config, watch, value_and_grad)

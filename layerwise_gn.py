@@ -12,8 +12,8 @@ stream of its own: it starts at layer l, passes all layers above, and meets the 
 cotangent passes back down to layer l and ends there. All streams share one forward pass. On the way
 up, and again on the way down, a layer costs one multiply-add per weight and token for each stream
 that passes it, and about two for the stream that starts in it. For the model `150m` this comes
-to about 4 times the multiply-adds of gn.py's gradient; its 14 layers one by one would need 14 times
-as many. (On a GPU, an inner step takes 5.3 times as long.)
+to about 4 times the multiply-adds of gn.py's gradient; layer by layer, each with a forward pass of
+its own, it would be nearly 7 times. (On a GPU, an inner step takes 5.3 times as long.)
 
 With `--objective exact` each layer keeps the exact loss, as in gn_prox.py: the terms of the sum are
 ℓ(z + v_l) - ℓ(z). What is said of L2 below holds for it, too.
@@ -34,7 +34,7 @@ import gn
 import gn_prox
 import model
 import optimizers
-from gn import init  # noqa: F401  the same State
+from gn import init, lower, update  # noqa: F401  as there; inner_loss is the L2 above
 from model import product, rounded
 from runtime.flags import check_choice, traced
 
@@ -55,6 +55,10 @@ class Config(gn.Config):
     # quadratic | exact: a layer's loss is expanded as in gn.py (Section 6.3), or kept exact
     objective: str = "quadratic"
     clip: float = 1.0  # largest gradient norm of a layer; 0 = no limit
+
+    def value_and_grad(self, theta0, delta, tokens):
+        """As gn.py's, of the L2 above."""
+        return value_and_grad(theta0, delta, tokens, self)
 
     def optimizer(self, lr):
         """gn.py's inner optimizer, after each layer's gradient is clipped by itself."""
@@ -98,8 +102,7 @@ def layer(network, p, inputs):
     """
     if "embedding" in p:
         return p["embedding"][inputs]
-    block = {name: a for name, a in p.items() if name != "final_norm"}
-    h = model.block(network, block, inputs)
+    h = model.block(network, p, inputs)
     if "final_norm" in p:
         h = model.rms_norm(h, p["final_norm"])
     return h
@@ -154,8 +157,7 @@ def value_and_grad(theta0, delta, tokens, config, objective=None):
     x, y = model.inputs_and_labels(tokens)
 
     h, streams, pullbacks = up(network, theta0, delta, x)
-    w, dw = theta0["head"], delta["head"]
-    cotangents, sums = across(network, objective, w, dw, h, streams, y)
+    cotangents, sums = across(network, objective, theta0, delta, h, streams, y)
     ell, L2, head_grad = sums
     grad = down(pullbacks, cotangents) | head_grad
     return jax.tree.map(lambda total: total / y.size, (ell, L2, grad))
@@ -191,25 +193,24 @@ def up(network, theta0, delta, x):
     """
     shape = (network.n_layers + 1, *x.shape, network.d_model)
     streams = jnp.zeros(shape, theta0["embedding"].dtype)
-    h = x
     pullbacks = []
+    inputs = x  # of the next layer: ids for the embedding, h for all others
     layers = zip(split(theta0), split(delta), strict=True)
     for i, (p, dp) in enumerate(layers):
-        h, from_params, from_input, to_params, to_input = linear_maps(network, p, h)
+        inputs, from_params, from_input, to_params, to_input = linear_maps(network, p, inputs)
         streams = map_first(from_input, streams, i)
         streams = streams.at[i].set(from_params(dp))
         pullbacks.append((to_params, to_input))
-    return h, streams, pullbacks
+    return inputs, streams, pullbacks
 
 
-def across(network, objective, w, dw, h, streams, y):
+def across(network, objective, theta0, delta, h, streams, y):
     """The cotangents of the streams, [L+1, B, T, D]; the sums of ℓ, L2 and the head's gradient.
 
-    w, dw: the head's weights and their change, [D, V]. The head is the last layer: the stream
-    of its own change starts and ends here.
+    The head is the last layer: the stream of its own change starts and ends here.
     """
-    w = rounded(network, w)  # once, not for each chunk of tokens
-    dw = rounded(network, dw)
+    w = rounded(network, theta0["head"])  # here, once, and not for each chunk of tokens
+    dw = rounded(network, delta["head"])
     for_each_stream = jax.vmap(objective, in_axes=(None, 0, None))
 
     # `over_tokens` cuts arrays [B, T, ..], so the streams go in and come out one by one.
@@ -238,13 +239,3 @@ def down(pullbacks, cotangents):
         grads[i] = to_params(cotangents[i])  # a stream ends where it began
         cotangents = map_first(to_input, cotangents, i)
     return merge(grads)
-
-
-def lower(state, tokens, config):
-    """The program of an inner step; see gn.py."""
-    return gn.lower(state, tokens, config, value_and_grad)
-
-
-def update(state, batches, fresh, config, watch=lambda state: None):
-    """One outer step; arguments and results as gn.update's, inner_loss being the L2 above."""
-    return gn.update(state, batches, fresh, config, watch, value_and_grad)

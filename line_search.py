@@ -2,9 +2,9 @@
 
     θ_{t+1} = θ_t + α (θ - θ_t)
 
-θ_t is where an outer step starts, and θ - θ_t the step that a method has found for it. It comes
-near the minimum of a stand-in for the loss, which is only right near θ_t. So a few step sizes α are
-tried on the true loss, and the best is taken (Appendix D). The losses are measured on *fresh*
+θ_t is where an outer step starts, and θ is what a method has found: nearly the minimum of a
+stand-in for the loss. The stand-in is right near θ_t only. So a few step sizes α are tried on the
+true loss, and the best is taken (Appendix D). The losses are measured on *fresh*
 tokens, which the method has not read. On tokens that it has read, the step may do better than on
 text in general.
 
@@ -145,13 +145,15 @@ def loss_at(theta0, theta, alpha, tokens, config):
 
 
 def line_search(theta0, theta, fresh, config):
-    """The best step size, the losses, and how many inner batches were read.
+    """The best step size, metrics, and how many inner batches were read; without a search 1, {}, 0.
 
     The best is that with the smallest mean loss of those that the race has not dropped. With the
-    guard it is 0 unless another one beats θ_t. The losses are {name: mean in nats per token}, where
-    loss_at_0.5 is that at α = 0.5; of those that were dropped they are an `estimate`. fresh(k),
-    k < fresh_batches: an inner batch of fresh tokens, int32 [B, T+1].
+    guard it is 0 unless another one beats θ_t. The metrics are the best as alpha, and the mean
+    losses in nats per token, such as loss_at_0.5, that at α = 0.5; of those that were dropped they
+    are an `estimate`. fresh(k), k < fresh_batches: an inner batch of fresh tokens, int32 [B, T+1].
     """
+    if not config.line_search:
+        return 1.0, {}, 0
     alphas = config.step_sizes
 
     def measure(k, running):
@@ -162,7 +164,8 @@ def line_search(theta0, theta, fresh, config):
     losses, best = race(measure, config.fresh_batches, len(alphas), config.race)
     names = [name_of(alpha) for alpha in alphas]
     by_name = dict(zip(names, estimate(losses, best), strict=True))
-    return alphas[best], by_name, len(losses)
+    alpha = alphas[best]
+    return alpha, {"alpha": alpha} | by_name, len(losses)
 
 
 def race(measure, n_batches, n_alphas, drops):

@@ -42,7 +42,8 @@ class Method(NamedTuple):
     A method may have more. In its module, `lower` returns its largest program before it is
     compiled, so that memory can be planned. In its Config, `check` raises ValueError for a bad
     value, `depends_on_length` says whether the learning rate depends on the length of the run,
-    `passes` how often a step reads its batch, and `micro_batch` is filled in. In its State,
+    `loop_steps` how many inner batches a step reads if it reads some again, and `micro_batch` is
+    filled in. In its State,
     `searched` counts the inner batches that line searches have read.
     """
 
@@ -226,14 +227,10 @@ class Run(NamedTuple):
         return getattr(self.settings, "micro_batch", 0)
 
     @property
-    def passes(self):
-        """How often an outer step reads its batch, at most."""
-        return getattr(self.settings, "passes", 1)
-
-    @property
     def reads_per_step(self):
         """Inner batches that an outer step reads at most, counted anew in each pass."""
-        return self.passes * self.settings.inner_steps + self.settings.fresh_batches
+        loop_steps = getattr(self.settings, "loop_steps", self.settings.inner_steps)
+        return loop_steps + self.settings.fresh_batches
 
     @property
     def last_step(self):

@@ -61,7 +61,7 @@ def losses_at(theta0, point, tokens, config):
     def losses(theta0, point, tokens):
         delta = jax.tree.map(jnp.subtract, point, theta0)
         _, L2, _ = gn.value_and_grad(theta0, delta, tokens, config)
-        _, L1, _ = gn_prox.value_and_grad(theta0, delta, tokens, config)
+        _, L1, _ = gn.value_and_grad(theta0, delta, tokens, config, gn_prox.exact)
         return L2, L1, config.model.loss(config.network, point, tokens)
 
     return parallel.mean(losses, config.micro_batch)(theta0, point, tokens)

@@ -93,11 +93,11 @@ def test_bfloat16_costs_no_more_than_plain_bfloat16_on_this_machine(method):
     """
     params, tokens = random_params(SIXTY_FOUR), random_tokens(SIXTY_FOUR, 8)
     delta = jax.tree.map(lambda a: 0.02 * a, random_params(SIXTY_FOUR, 1))
-    value_and_grad = jax.jit(method.value_and_grad)
+    value_and_grad = jax.jit(method.Config.value_and_grad)
 
     def gradient(dtype):
         network = dataclasses.replace(SIXTY_FOUR, dtype=dtype)
-        _, _, grad = value_and_grad(params, delta, tokens, method.Config(network, 1, 1))
+        _, _, grad = value_and_grad(method.Config(network, 1, 1), params, delta, tokens)
         assert all(a.dtype == jnp.float32 for a in jax.tree.leaves(grad))
         return grad
 

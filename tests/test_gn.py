@@ -26,6 +26,7 @@ import inspect
 import math
 import os
 import subprocess
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -50,6 +51,7 @@ import model
 import optimizers
 import recipe
 from line_search import loss_at
+from runtime import flags
 
 ONE = dataclasses.replace(TOY, n_layers=1)  # for what compiles long: whole steps
 GRID = [2 ** (-i / 2) for i in range(5)]  # the step sizes of Appendix D
@@ -58,8 +60,8 @@ LOSS_GRAD = jax.jit(jax.grad(model.loss, argnums=1), static_argnums=0)
 VALUE_AND_GRAD = jax.jit(gn.value_and_grad, static_argnames="objective")
 
 
-def config_of(network, **changes):
-    return gn.Config(**{"network": network, "inner_steps": 2, "outer_steps": 3} | changes)
+def config_of(network, cls=gn.Config, **changes):
+    return cls(**{"network": network, "inner_steps": 2, "outer_steps": 3} | changes)
 
 
 # ---- 1. the definition ---------------------------------------------------------------------------
@@ -332,12 +334,12 @@ def test_fault_7_with_a_line_search_the_average_is_the_mean_of_the_inner_iterate
 
     The search goes there. What is evaluated is θ_{t+1}. The next loop starts from θ all the same.
     """
-    config = config_of(TOY, average=0.6)
+    config = config_of(TOY, Bowl, average=0.6)
     theta0 = expected = random_params(TOY)
     state = gn.init(theta0, config)
     for seed in (1, 2):
         for k in range(config.inner_steps):
-            state = gn.inner_step(state, random_tokens(TOY, seed + 10 * k), config, bowl)
+            state = gn.inner_step(state, random_tokens(TOY, seed + 10 * k), config)
             expected = add(jax.tree.map(lambda a: 0.6 * a, expected), state.theta, 0.4)
         close(state.theta_mean, expected, 1e-12)
         theta, mean = copied(state.theta), copied(state.theta_mean)
@@ -685,10 +687,14 @@ def test_a_step_takes_over_the_memory_of_its_state_and_of_nothing_else(float64, 
     assert any(a.is_deleted() for a in jax.tree.leaves(after))  # as update's docstring says
 
 
-def bowl(theta0, delta, tokens, config):
+@flags.traced
+@dataclass(frozen=True)
+class Bowl(gn.Config):
     """An objective that costs nothing to compile: its gradient is θ. The two losses are made up."""
-    theta = add(theta0, delta)
-    return jnp.sum(theta0["head"]), jnp.sum(theta["head"]), theta
+
+    def value_and_grad(self, theta0, delta, tokens):
+        theta = add(theta0, delta)
+        return jnp.sum(theta0["head"]), jnp.sum(theta["head"]), theta
 
 
 def few_params():
@@ -718,16 +724,19 @@ def test_one_compiled_step_serves_every_float_of_the_settings():
     assert FLOATS.keys() == {f.name for f in dataclasses.fields(gn.Config) if f.type is float}
     traces = []
 
-    def value_and_grad(*args, config):
-        traces.append(1)
-        return bowl(*args, config)
+    @flags.traced
+    @dataclass(frozen=True)
+    class Counted(Bowl):
+        def value_and_grad(self, *args):
+            traces.append(1)
+            return super().value_and_grad(*args)
 
     def step(config):
         state = gn.init(few_params(), config)
-        return gn.inner_step(state, random_tokens(TOY, 2), config, value_and_grad)
+        return gn.inner_step(state, random_tokens(TOY, 2), config)
 
-    first = config_of(TOY, **{name: one for name, (one, _) in FLOATS.items()})
-    second = config_of(TOY, **{name: other for name, (_, other) in FLOATS.items()})
+    first = config_of(TOY, Counted, **{name: one for name, (one, _) in FLOATS.items()})
+    second = config_of(TOY, Counted, **{name: other for name, (_, other) in FLOATS.items()})
     step(first)
     step(second)
     assert len(traces) == 1
@@ -745,11 +754,11 @@ def test_a_traced_float_does_what_a_static_one_does(float64):
     def outer_step(config, inner_step, move):
         state = gn.init(few_params(), config)
         for _ in range(2):
-            state = inner_step(state, tokens, config, bowl)
+            state = inner_step(state, tokens, config)
         return move(state, 0.7, config)
 
     plain = inspect.unwrap(gn.inner_step), inspect.unwrap(gn.move)  # their floats are Python's
-    base = config_of(TOY, **{name: one for name, (one, _) in FLOATS.items()})
+    base = config_of(TOY, Bowl, **{name: one for name, (one, _) in FLOATS.items()})
     before = outer_step(base, gn.inner_step, gn.move)
     for name, (_, other) in FLOATS.items():
         config = dataclasses.replace(base, **{name: other})
@@ -783,14 +792,17 @@ def test_fault_11_a_step_is_compiled_once_and_does_not_grow_with_the_run():
     """The schedule is a function of t and k: a later step compiles nothing, a long run no more."""
     traces = []
 
-    def value_and_grad(*args, config):
-        traces.append(1)
-        return bowl(*args, config)
+    @flags.traced
+    @dataclass(frozen=True)
+    class Counted(Bowl):
+        def value_and_grad(self, *args):
+            traces.append(1)
+            return super().value_and_grad(*args)
 
-    config = config_of(TOY, schedule="global+inner cosine", line_search=0, average=0.0)
+    config = config_of(TOY, Counted, schedule="global+inner cosine", line_search=0, average=0.0)
     state = gn.init(few_params(), config)
     for _ in range(3):
-        state, _ = gn.update(state, *batches_and_fresh(TOY), config, value_and_grad=value_and_grad)
+        state, _ = gn.update(state, *batches_and_fresh(TOY), config)
     assert len(traces) == 1
 
     def length(outer_steps):

@@ -20,7 +20,7 @@ import gn
 import gn_prox
 import optimizers
 
-VALUE_AND_GRAD = jax.jit(gn_prox.value_and_grad)
+VALUE_AND_GRAD = jax.jit(gn_prox.Config.value_and_grad)
 
 
 def config_of(network, **changes):
@@ -49,7 +49,7 @@ def test_gradient_is_that_of_the_explicit_convex_objective(float64):
     params, tokens = random_params(TOY), random_tokens(TOY, 3)
     for scale in (1e-3, 0.3, 10):
         delta = change_of(params, scale)
-        found = VALUE_AND_GRAD(params, delta, tokens, config_of(TOY))
+        found = VALUE_AND_GRAD(config_of(TOY), params, delta, tokens)
         for a, b in zip(found, explicit_value_and_grad(TOY, params, delta, tokens), strict=True):
             close(a, b, 1e-10)
 
@@ -61,7 +61,7 @@ def test_gradient_meets_gauss_newtons_as_delta_shrinks(float64):
     differences = []
     for scale in (1e-2, 1e-3, 0.0):
         delta = change_of(params, scale)
-        _, _, prox = VALUE_AND_GRAD(params, delta, tokens, config)
+        _, _, prox = VALUE_AND_GRAD(config, params, delta, tokens)
         _, _, quadratic = full(params, delta, tokens, config)
         differences.append(np.linalg.norm(flat(prox) - flat(quadratic)))
     large, small, none = differences

@@ -209,7 +209,7 @@ def test_one_stack_of_streams_and_no_logits_of_a_batch():
     tokens = random_tokens(network, 32)
 
     def step(state):
-        return gn.inner_step(state, tokens, config, layerwise_gn.value_and_grad)
+        return gn.inner_step(state, tokens, config)
 
     state = layerwise_gn.init(random_params(network), config)
     stack = 13 * 32 * 16 * network.d_model

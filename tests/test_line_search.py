@@ -46,8 +46,8 @@ def test_line_search_takes_the_best_of_its_grid_over_all_fresh_batches(float64):
         alpha, measured, _ = line_search(params, theta, fresh, config)
         assert math.isclose(alpha, GRID[best])
         names = ["loss_at_1", "loss_at_0.7071", "loss_at_0.5", "loss_at_0.3536", "loss_at_0.25"]
-        assert list(measured) == names
-        close(list(measured.values()), losses.mean(axis=0), 1e-12)
+        assert list(measured) == ["alpha", *names]
+        close(list(measured.values()), [alpha, *losses.mean(axis=0)], 1e-12)
         found.add(best)
         misled |= {k for k in range(2) if np.argmin(losses[k]) != best}
     assert len(found) > 2  # else the lengths would not test the choice
@@ -137,6 +137,7 @@ def test_other_step_sizes_may_be_tried(float64):
     config = config_of(TOY, alphas="3 0.05  1.5")
     assert (config.line_search, config.fresh_batches, config.average) == (3, 2, 0.0)
     alpha, measured, _ = line_search(params, theta, fresh, config)
+    assert measured.pop("alpha") == alpha
     assert list(measured) == ["loss_at_0", "loss_at_3", "loss_at_0.05", "loss_at_1.5"]
     losses = losses_by_hand(params, theta, fresh, [0.0, 3.0, 0.05, 1.5]).mean(axis=0)
     close(list(measured.values()), losses, 1e-12)
@@ -186,6 +187,7 @@ def search(losses, **changes):
 
     alpha, measured, read = line_search(theta0, theta, fresh, config)
     assert asked == list(range(read))
+    assert measured.pop("alpha") == alpha
     return alpha, list(measured.values()), read
 
 

@@ -323,12 +323,7 @@ def test_value_is_exactly_quadratic_along_any_line(c):
     assert abs(second - e @ G_times(c, c.other)) <= rounding
 
 
-METHODS = {"full": gn, "prox": gn_prox, "layerwise": layerwise_gn}
-
-
-@flags.traced
-@dataclass(frozen=True)
-class GradientDescent(gn.Config):
+class GradientDescent:
     """Its inner step shows the gradient: θ - lr ∇."""
 
     def optimizer(self, lr):
@@ -337,19 +332,30 @@ class GradientDescent(gn.Config):
 
 @flags.traced
 @dataclass(frozen=True)
-class LayerwiseGradientDescent(layerwise_gn.Config):
-    """The same for layerwise Gauss-Newton."""
+class Full(GradientDescent, gn.Config):
+    pass
 
-    def optimizer(self, lr):
-        return optax.sgd(lr)
+
+@flags.traced
+@dataclass(frozen=True)
+class Prox(GradientDescent, gn_prox.Config):
+    pass
+
+
+@flags.traced
+@dataclass(frozen=True)
+class Layerwise(GradientDescent, layerwise_gn.Config):
+    pass
+
+
+METHODS = {"full": Full, "prox": Prox, "layerwise": Layerwise}
 
 
 def damped(c, theta, method, damping):
     """The loss that an inner step of a method at θ reports, and the gradient that it descends."""
-    cls = LayerwiseGradientDescent if method is layerwise_gn else GradientDescent
-    config = cls(c.network, 1, 1, lr=1.0, damping=damping)
+    config = method(c.network, 1, 1, lr=1.0, damping=damping)
     state = gn.init(c.theta, config)._replace(theta=copied(theta))
-    after = gn.inner_step(state, c.tokens, config, method.value_and_grad)
+    after = gn.inner_step(state, c.tokens, config)
     return float(after.inner_losses[0]), flat(theta) - flat(after.theta)
 
 
@@ -549,7 +555,8 @@ def test_line_search_is_never_worse_than_its_grid_and_guarded_stays_finite(c, le
     end = add(c.theta, c.delta, length)
     if bad is not None:
         end["head"] = end["head"].at[0, 0].set(bad)
-    alpha, losses, _ = line_search(c.theta, end, lambda k: c.tokens, config)
+    alpha, metrics, _ = line_search(c.theta, end, lambda k: c.tokens, config)
+    assert metrics.pop("alpha") == alpha
     if bad is not None:
         assert alpha == (0 if guard else 1)
         return
@@ -563,7 +570,7 @@ def test_line_search_is_never_worse_than_its_grid_and_guarded_stays_finite(c, le
         grid = [0.0, *grid]
     assert float(alpha) in grid
     true_losses = [loss_at(a) for a in grid]
-    same(list(losses.values()), true_losses, tolerance=1e-10)
+    same(list(metrics.values()), true_losses, tolerance=1e-10)
     assert loss_at(alpha) <= min(true_losses) + 1e-12
 
 

@@ -61,9 +61,9 @@ def test_every_program_of_a_method_can_be_lowered_for_a_tpu(name):
         lowered(gn_cg.measure, *measured[:4], gn_cg.curvature, gn.value_and_grad)
         lowered(gn_cg.conjugate_step, PARAMS, PARAMS, PARAMS, PARAMS)
     else:
-        objective = jax.jit(partial(module.value_and_grad, config=config))
+        objective = jax.jit(config.value_and_grad)
         of_objective = lowered(objective, PARAMS, PARAMS, TOKENS)
-        gradient = lowered(gn.inner_step, state, TOKENS, config, module.value_and_grad)
+        gradient = lowered(gn.inner_step, state, TOKENS, config)
         lowered(gn.move, state, jnp.ones(()), config)
         # Muon's products are in bfloat16, too.
         assert products(gradient).count("bf16") > products(of_objective).count("bf16")
@@ -86,5 +86,5 @@ def test_a_step_that_four_devices_share_can_be_lowered_for_a_tpu():
     config = gn.Config(NETWORK, 2, 3)
     with jax.set_mesh(parallel.mesh(4, shard=True)):
         state = gn.init(random_params(NETWORK), config)
-        step = lowered(gn.inner_step, state, TOKENS, config, gn.value_and_grad)
+        step = lowered(gn.inner_step, state, TOKENS, config)
     assert "all_gather" in step and "reduce_scatter" in step

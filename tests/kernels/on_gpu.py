@@ -251,9 +251,8 @@ def gradient_of(network, name):
         if name == "loss":
             _, grad = baselines.value_and_grad(params, tokens, network)
         else:
-            method = METHODS[name]
-            config = method.Config(network, inner_steps=2, outer_steps=3)
-            *_, grad = method.value_and_grad(params, delta, tokens, config)
+            config = METHODS[name].Config(network, inner_steps=2, outer_steps=3)
+            *_, grad = config.value_and_grad(params, delta, tokens)
         return grad
 
     return jax.jit(gradient)

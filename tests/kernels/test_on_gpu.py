@@ -65,9 +65,8 @@ def value_and_grad(network, name):
     def f(params, delta, tokens):
         if name == "baselines":
             return baselines.value_and_grad(params, tokens, network)
-        method = methods[name]
-        config = method.Config(network, inner_steps=1, outer_steps=2)
-        return method.value_and_grad(params, delta, tokens, config)
+        config = methods[name].Config(network, inner_steps=1, outer_steps=2)
+        return config.value_and_grad(params, delta, tokens)
 
     return f
 
