@@ -41,7 +41,7 @@ class Config:
     outer_steps: int  # optimizer steps of the run
     micro_batch: int = 0  # sequences that a device computes on at once, at most; 0 = all
     lr: float = 0.003  # peak learning rate, per update (Appendix H: 0.001 to 0.03 for AdamW)
-    schedule: str = "cosine"  # cosine | constant, over the run (App. H; constant with --average)
+    schedule: str = "cosine"  # cosine | constant, over the run (App. H: constant with --average)
     # fraction of the run in which lr rises linearly (Appendix H: 0, for AdamW also 0.1)
     warmup: float = 0.0
     warmup_steps: int = 0  # the same as a number of updates, in place of --warmup; 0 = use --warmup
@@ -50,8 +50,8 @@ class Config:
     # decay τ of the weight average, per update, evaluated in place of θ (Appendix H: 0.3 to 0.99);
     # 0 = no average
     average: float = 0.0
-    # largest gradient norm; 0 = no limit; with Muon, embedding and head are clipped together, and
-    # all the rest together
+    # largest gradient norm; 0 = no limit. With Muon there are two norms, each with this limit: that
+    # of embedding and head, and that of all the rest
     clip: float = 1.0
 
     fresh_batches = 0  # inner batches that a line search reads: there is none

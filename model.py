@@ -3,7 +3,8 @@
     h = embedding[x]
     for each block:   h = h + attention(norm(h)) wo
                       h = h + mlp(norm(h))
-    z = norm(h) head                   the logits: a score for every word of the vocabulary
+    h = norm(h)
+    z = h head                         the logits: a score for every word of the vocabulary
     ℓ(z, y) = log Σ exp(z) - z[y]      the loss: cross-entropy, where y is the right word
 
 The parameters are a nested dict of float32 arrays. A weight is (in, out), so a layer is `x @ w`;
@@ -27,6 +28,7 @@ from kernels.attention import attention_kernel
 from kernels.cross_entropy import cross_entropy_kernel
 from kernels.heads import queries_keys_values_kernel
 from kernels.mlp import mlp_kernel
+from runtime import parallel
 from runtime.flags import check_choice, check_range
 
 
@@ -44,7 +46,8 @@ class Config:
     mlp: str = "gelu"  # gelu (two matrices, authors' code) | swiglu (three: the usual LLaMA)
     # LayerNorm on queries and keys, over all heads together (authors' code); false = usual LLaMA
     qk_norm: bool = True
-    # float32 | bfloat16: type of the factors of matrix products; a run takes bfloat16 where fast
+    # float32 | bfloat16: type of the factors of matrix products; by default a run takes bfloat16
+    # where that is faster
     dtype: str = "float32"
     head_chunk: int = 4096  # the most tokens whose logits are held at once; fewer = less memory
 
@@ -83,7 +86,7 @@ def init(config, key):
     V, L = config.vocab_size, config.n_layers
     D, F = config.d_model, config.d_ff
     D_kv = config.n_kv_heads * D // config.n_heads  # width of all keys, and of all values
-    shapes = {
+    sizes = {
         "wq": (D, D),
         "wk": (D, D_kv),
         "wv": (D, D_kv),
@@ -92,14 +95,14 @@ def init(config, key):
         "w_down": (F, D),
     }
     if config.mlp == "swiglu":
-        shapes["w_gate"] = (D, F)
-    keys = iter(jax.random.split(key, len(shapes) + 2))  # one each, and embedding and head
+        sizes["w_gate"] = (D, F)
+    keys = iter(jax.random.split(key, len(sizes) + 2))  # one each, and embedding and head
 
     def normal(*shape):
         return jax.random.normal(next(keys), shape)
 
     blocks = {}
-    for name, (n_in, n_out) in shapes.items():
+    for name, (n_in, n_out) in sizes.items():
         blocks[name] = normal(L, n_in, n_out) / n_in**0.5
     blocks["attention_norm"] = jnp.ones((L, D))
     blocks["mlp_norm"] = jnp.ones((L, D))
@@ -234,11 +237,8 @@ def block(config, p, h):
 def unstack(blocks):
     """The parameters of all blocks, arrays [L, ..], as a list of L dicts."""
     n_layers = len(blocks["wq"])
-    layers = [{} for _ in range(n_layers)]
-    for name, stacked in blocks.items():
-        for layer, a in zip(layers, jnp.unstack(stacked), strict=True):
-            layer[name] = a
-    return layers
+    unstacked = {name: jnp.unstack(a) for name, a in blocks.items()}
+    return [{name: arrays[i] for name, arrays in unstacked.items()} for i in range(n_layers)]
 
 
 def hidden(config, params, x):
@@ -293,12 +293,10 @@ def over_tokens(config, f, *arrays):
     Returns the outs of all chunks, joined to [B, T, ..], and the sums added up.
     """
     B, T = arrays[0].shape[:2]
-    n = -(-B * T // config.head_chunk)  # chunks, rounded up
-    while B * T % n:  # until all have the same number of tokens
-        n += 1
+    c = parallel.largest_divisor(B * T, config.head_chunk)  # so that all chunks are of one size
 
     def cut(a):
-        return a.reshape(n, -1, *a.shape[2:])
+        return a.reshape(-1, c, *a.shape[2:])
 
     def join(a):
         return a.reshape(B, T, *a.shape[2:])

@@ -296,7 +296,7 @@ FAULTS = [  # file, what is wrong, the line as it is, the line as it would be
     ("model.py", "the head's own change dropped", 'dw = rounded(config, delta["head"])', 'dw = 0 * rounded(config, delta["head"])'),
     ("model.py", "the change of what the head reads dropped", "jnp.concatenate([dh, h], axis=1)", "jnp.concatenate([0 * dh, h], axis=1)"),
     ("model.py", "logits rounded to bfloat16", "return product(config, h, w, h.dtype)", "return product(config, h, w).astype(h.dtype)"),
-    ("model.py", "chunks larger than head_chunk", "n = -(-B * T // config.head_chunk)", "n = max(1, B * T // config.head_chunk)"),
+    ("model.py", "chunks larger than head_chunk", "parallel.largest_divisor(B * T, config.head_chunk)", "parallel.largest_divisor(B * T, 2 * config.head_chunk)"),
     ("model.py", "sums of the last chunk only", "return jax.tree.map(jnp.add, total, sums), out", "return sums, out"),
     ("model.py", "other heads at 150m", "n_heads=16, n_kv_heads=16", "n_heads=16, n_kv_heads=4"),
     ("model.py", "nothing is rounded", 'x.astype(jnp.bfloat16) if config.dtype == "bfloat16" else x', "x"),
