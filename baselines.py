@@ -4,7 +4,7 @@
 
 Gauss-Newton takes an inner step for each inner batch. Here their gradients are averaged for one
 step, so memory limits the size of an inner batch, and not that of a batch. The rules, which make
-the step, are in optimizers.py.
+the step, are in optimizers.py and soap.py.
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ import optax
 
 import model
 import optimizers
+import soap
 from kernels import on_gpu
 from kernels.cross_entropy import loss_and_gradient_kernel
 from model import product, rounded
@@ -119,7 +120,7 @@ class SOAP(Config):
     largest: int = 10_000  # a side of a matrix that is longer than this is not rotated
 
     def optimizer(self, lr):
-        return optimizers.soap(
+        return soap.soap(
             lr, self.b1, self.b2, self.weight_decay, self.clip, self.frequency, self.largest
         )
 

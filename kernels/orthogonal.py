@@ -12,7 +12,7 @@ positive diagonal. There is only one such Q. Where `jnp.linalg.qr` gives R a neg
 a column of its Q has the other sign. SOAP does not mind, as it uses each column twice, or squares
 it.
 
-Rounding spoils Q where columns are nearly dependent. In SOAP they are (optimizers.py): A is F Q₀, a
+Rounding spoils Q where columns are nearly dependent. In SOAP they are (soap.py): A is F Q₀, a
 factor F times its last eigenvectors Q₀, sorted by eigenvalue. As soon as F changes a little, the
 columns of small eigenvalues turn towards those of large ones. But the columns of the result are
 further from dependent than those of A. So the method is applied to its own result, again and again
@@ -30,7 +30,7 @@ FEW = 16  # so few columns go to Cholesky wherever they begin
 
 
 def product_of_thirds(a, b):
-    """optimizers.full_product on a GPU.
+    """soap.full_product on a GPU.
 
     A float32 has 24 binary digits. So it is the sum of three bfloat16, of 8 digits each, which GPUs
     are fast at. Of the nine products of such thirds, the six largest are enough. On an H200, with

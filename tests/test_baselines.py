@@ -1,6 +1,6 @@
 """A baseline's step: the mean gradient of a batch, its optimizer, the learning rate, the average.
 
-The update rules themselves are tested in test_optimizers.py.
+The update rules themselves are tested in test_optimizers.py and test_soap.py.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from trees import add, close, flat
 import baselines
 import optimizers
 import recipe
+import soap
 
 ALL = (baselines.AdamW, baselines.Muon, baselines.SOAP)
 UNIQUE = {baselines.SOAP: {"largest": 8}}  # a longer side's first basis is not unique
@@ -68,7 +69,7 @@ SETTINGS = {"lr": 0.1, "weight_decay": 0.3, "clip": 0.2, "b1": 0.6, "b2": 0.8}
 OPTIMIZERS = {
     baselines.AdamW: lambda lr: optimizers.adamw(lr, 0.6, 0.8, 0.3, 0.2),
     baselines.Muon: lambda lr: optimizers.muon(lr, 0.7, 0.3, 0.2, b2=0.95),
-    baselines.SOAP: lambda lr: optimizers.soap(lr, 0.6, 0.8, 0.3, 0.2, 2, 8),
+    baselines.SOAP: lambda lr: soap.soap(lr, 0.6, 0.8, 0.3, 0.2, 2, 8),
 }
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kernels
-import optimizers
+import soap
 from kernels import orthogonal
 
 
@@ -171,8 +171,8 @@ def test_products_round_no_factor(monkeypatch, dtype, passed, precision):
     monkeypatch.setattr(kernels, "passed", passed)
     a = np.random.default_rng(3).normal(size=(2, 20, 20)).astype(dtype)
     with jax.enable_x64(True):
-        program = jax.make_jaxpr(lambda a, b: optimizers.full_product(a, b))(a, a)  # traced anew
+        program = jax.make_jaxpr(lambda a, b: soap.full_product(a, b))(a, a)  # traced anew
         assert precision in str(program)
-        found = optimizers.full_product(a, a)
+        found = soap.full_product(a, a)
         assert found.dtype == dtype
         np.testing.assert_allclose(found, a @ a, atol=1e-5)
