@@ -458,11 +458,12 @@ EXPERIMENTS["45m-40m"] = Experiment(
     "How many steps of 40m tokens, the paper's batch of Muon, does each method need to 4.1?",
     f"{FORTY_FIVE_M} --batch 40m",
     f"""
-{GN} --schedule 'constant+inner cosine' --steps 8 --line-search 10 --lr 0.001,0.002,0.004
-{GN} --schedule 'global cosine' --steps 6 --line-search 10 --lr 0.002 --average 0.99
+{GN} --schedule 'constant+inner cosine' --steps 8 --line-search 10 --lr 0.002,0.004
+{GN} --schedule 'global cosine' --steps 6 --line-search 10 --lr 0.002 --average 0.99 --seed 0,1,2
 {FORTY_FIVE_M_PROX} --steps 3 --lr 0.003
 {FORTY_FIVE_M_PROX} --steps 4 --lr 0.003,0.006
-{FORTY_FIVE_M_SOAP} --lr 0.005
+{FORTY_FIVE_M_PROX} --steps 4 --lr 0.003 --seed 1
+{FORTY_FIVE_M_SOAP} --lr 0.005 --seed 0,1
 {FORTY_FIVE_M_MUON} --lr 0.03
 """,
 )

@@ -17,10 +17,10 @@ TO_TARGETS = {  # the row of a table: the file, the target, and flags of the met
     ),
     "`45m`, 4m, 4.1": ("45m", 4.1, {"gn": PLAIN}),
     "`45m`, 12m, 4.1": ("45m-12m", 4.1, {}),
-    "`45m`, 40m, 4.1, one seed": (
+    "`45m`, 40m, 4.1, two seeds": (
         "45m-40m",
         4.1,
-        {"gn": {"lr": 0.002}, "gn_prox": {"lr": 0.003, "steps": 4}},
+        {"gn": {"schedule": "global cosine"}, "gn_prox": {"lr": 0.003, "steps": 4}},
     ),
 }
 METHODS = ("gn", "gn_prox", "layerwise_gn", "soap", "muon")
@@ -118,7 +118,7 @@ def test_the_summary_is_true_of_all_of_these():
         to_muon += ratios(row, "muon", "gn")
         of_layerwise += ratios(row, "layerwise_gn", "gn")
     of_prox = []
-    rows_of_45m = ("`45m`, 4m, 4.1", "`45m`, 12m, 4.1", "`45m`, 40m, 4.1, one seed")
+    rows_of_45m = ("`45m`, 4m, 4.1", "`45m`, 12m, 4.1", "`45m`, 40m, 4.1, two seeds")
     for row in ("`5m`, 12m, 3.21", *rows_of_45m):
         of_prox += ratios(row, "gn_prox", "gn")
     words = words_of_results()
